@@ -3,7 +3,6 @@
 import gzip
 import json
 import lzma
-import re
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -59,36 +58,24 @@ def parquet(path: Path, column: str = "text") -> bytes:
 @pytest.mark.slow
 def test_modules_of_the_library_by_name() -> None:
     train, heldout = sides(DataConfig("stdlib", path="json*"))
-    names = {document.name for document in (*train, *heldout)}
-    assert {"json.__init__", "json.decoder"} <= names
-    assert all(name.startswith("json") for name in names)
+    texts = {document.name: document.text for document in (*train, *heldout)}
+    whole = texts["json.decoder"] + texts.get("json.decoder, end", "")
+    assert whole == (Path(sysconfig.get_path("stdlib")) / "json/decoder.py").read_text()
+    assert all(name.startswith("json") for name in texts)
     with pytest.raises(UserError, match=r"data\.path=nothing: no module of Python's standard library"):
         sides(DataConfig("stdlib", path="nothing"))
     with pytest.raises(UserError, match=r"data\.path=books/: data=stdlib reads no files"):
         DataConfig("stdlib", path="books/")
 
 
-@pytest.mark.slow
-def test_stdlib_source_is_the_interpreters_library() -> None:
-    train, heldout = sides(DataConfig("stdlib"))
-    names = [document.name for document in [*train, *heldout]]
-    assert len(names) == len(set(names)) > 300
-    assert {"argparse", "json.decoder"} <= set(names)
-    assert not any("site-packages" in name or name.startswith("test.") for name in names)
-    assert 0.05 < len(heldout) / len(names) < 0.15
-    by_name = {document.name: document.text for document in [*train, *heldout]}
-    assert by_name["argparse"] == (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text()
-
-
 @pytest.mark.parametrize("compression", COMPRESSORS)
 def test_a_text_file_is_one_document(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"book.txt{compression}"
-    path.write_bytes(COMPRESSORS[compression](TEXTS[0].encode()))
+    path.write_bytes(COMPRESSORS[compression](b"\xef\xbb\xbf" + TEXTS[0].replace("\n", "\r\n").encode()))
     assert all_of(path) == [Document(path.name, TEXTS[0])]
 
 
-@pytest.mark.parametrize("compression", COMPRESSORS)
-@pytest.mark.parametrize("column", ["text", "content"])
+@pytest.mark.parametrize(("compression", "column"), [("", "text"), (".gz", "content"), (".zst", "text")])
 def test_each_row_of_jsonl_and_parquet_is_a_document(tmp_path: Path, compression: str, column: str) -> None:
     for suffix, content in ((".jsonl", jsonl(column)), (".parquet", parquet(tmp_path / "plain", column))):
         path = tmp_path / f"rows{suffix}{compression}"
@@ -120,11 +107,6 @@ def test_folders_and_globs_are_searched(tmp_path: Path) -> None:
     assert all_of(tmp_path / "**" / "*.gz") == [Document("a.txt.gz", "ay")]
     (tmp_path / "odd[1].txt").write_text("odd")
     assert all_of(tmp_path / "odd[1].txt") == [Document("odd[1].txt", "odd")]
-
-
-def test_byte_order_mark_and_windows_line_ends_are_dropped(tmp_path: Path) -> None:
-    (tmp_path / "dos.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
-    assert all_of(tmp_path / "dos.txt")[0].text == "one\ntwo"
 
 
 @pytest.fixture
@@ -198,15 +180,6 @@ def test_hub_without_a_number_of_chunks_or_without_datasets(
         list(documents(cfg, heldout=False))
 
 
-def test_held_out_and_training_documents_are_disjoint(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(jsonl())
-    train, heldout = sides(text_config(tmp_path / "rows.jsonl"))
-    assert sorted(document.text for document in [*train, *heldout]) == sorted(TEXTS)
-    assert heldout
-    assert all(is_held_out(document.name) for document in heldout)
-    assert not any(is_held_out(document.name) for document in train)
-
-
 @pytest.mark.parametrize(("name", "hashes_to_held_out"), [("book.txt", False), ("book-1.txt", True)])
 def test_the_last_tenth_of_a_single_document_is_held_out(tmp_path: Path, name: str, hashes_to_held_out: bool) -> None:
     assert is_held_out(name) == hashes_to_held_out
@@ -232,14 +205,6 @@ def test_all_of_a_held_out_path_is_held_out(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     cfg = text_config(tmp_path / "train.txt", heldout_path=str(tmp_path / "heldout.txt"))
     assert sides(cfg) == ([Document("train.txt", "train.txt")], [Document("heldout.txt", "heldout.txt")])
-
-
-def test_both_parts_of_a_single_document_get_different_needles(tmp_path: Path) -> None:
-    (tmp_path / "book.txt").write_text("".join(TEXTS) * 10)
-    (train,), (heldout,) = sides(text_config(tmp_path / "book.txt", needles=True))
-    needles = [set(re.findall(r"\b\d{5}\b", side.text)) for side in (train, heldout)]
-    assert all(needles)
-    assert not needles[0] & needles[1]
 
 
 def test_chunks_are_slices_of_the_tokens_shuffled_by_the_seed(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -293,7 +258,6 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.md, \.jsonl, \.parquet, also compressed as"),
         ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
-        ("latin1.jsonl", b'{"text": "caf\xe9"}', r"data\.path=.*latin1\.jsonl: not UTF-8 at byte 13"),
         ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
         ("cut.txt.xz", lzma.compress(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.xz: damaged xz data"),
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
@@ -336,9 +300,6 @@ def test_the_error_for_too_little_text_gives_the_token_count(tmp_path: Path, tok
         chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0)  # 9 digits, end of text
     with pytest.raises(UserError, match=r"held-out documents of .* hold only 2 tokens; data\.heldout_path names others"):
         chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0, heldout=True)
-    (tmp_path / "empty.txt").write_bytes(b"")
-    with pytest.raises(UserError, match=r"empty\.txt hold only 0 tokens"):
-        chunks(text_config(tmp_path / "empty.txt", seq_len=64), tokenizer, seed=0)
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_refused_in_one_line(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -4,7 +4,6 @@ import random
 import re
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,15 +83,11 @@ def test_needles_state_the_answers_of_the_asked_keys(name: str) -> None:
     assert needles > 20 or name not in ("niah_multikey_2", "niah_multikey_3")
     pattern = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if name in ("niah_single_3", "niah_multikey_3") else r"\d{7}"
     assert all(re.fullmatch(pattern, answer) for answer in sample.answers)
-    many = len(sample.answers) > 1
-    assert sample.prompt.startswith("Some special magic" if many else "A special magic")
-    assert ("What are all the special magic" if many else "What is the special magic") in sample.prompt
 
 
 def test_variables_of_the_chain_are_asked_for() -> None:
     sample = draw("vt", 2000)
-    example, _, asked = sample.prompt.rpartition("Memorize and track the chain(s)")
-    assert example.count("Answer: According to the chain(s)") == 1
+    asked = sample.prompt.rpartition("Memorize and track the chain(s)")[2]
     values: dict[str, str] = {}
     for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", asked):
         values[name] = values.get(value, value)
@@ -128,10 +123,3 @@ def test_what_cannot_be_made_is_refused() -> None:
         Haystack.from_text("only four different words")
     with pytest.raises(ValueError, match=r"the haystack has \d+ different words, but \d+ are needed"):
         draw("cwe", 100_000)
-
-
-def test_a_short_haystack_is_repeated() -> None:
-    words = " ".join(HAYSTACK.passage(np.random.default_rng(0), 3 * len(HAYSTACK.text))).split()
-    assert len(words) == 3 * len(HAYSTACK.text)
-    assert words[: len(HAYSTACK.text)] == words[len(HAYSTACK.text) : 2 * len(HAYSTACK.text)]
-    assert len(words) > ruler.SMALLEST

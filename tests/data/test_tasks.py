@@ -5,7 +5,6 @@ from collections import Counter
 from functools import partial
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,8 +49,8 @@ def test_wordings_name_their_keys_and_values() -> None:
 def test_held_out_wordings_are_not_trained() -> None:
     trained = {text for wording in TRAINING for text in (wording.statement, wording.question, wording.plural)}
     assert trained.isdisjoint(text for wording in HELD_OUT for text in (wording.statement, wording.question, wording.plural))
-    composed = {grammar.compose(np.random.default_rng(seed), SEQUENCES.words).statement for seed in range(3000)}
-    assert len(composed) > 2000
+    composed = {grammar.compose(np.random.default_rng(seed), SEQUENCES.words).statement for seed in range(1500)}
+    assert len(composed) > 1000
     for held_out in HELD_OUT:
         # What stands between key and value decides how far a model must look.
         between = re.search(r"\{key\}(.*)\{value\}", held_out.statement)
@@ -60,14 +59,8 @@ def test_held_out_wordings_are_not_trained() -> None:
         assert len(between[1].split()) < 2 or not same
 
 
-@pytest.mark.parametrize(("words", "text"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
-def test_enumerations(words: list[str], text: str) -> None:
-    assert enumerated(words) == text
-    assert enumerated(words, ", and ") == text.replace(" and", ", and")
-
-
 @given(SEEDS, ROOMS, st.sampled_from(["needles", "several_values", "several_keys"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_answers_of_needles_are_the_values_of_the_keys(seed: int, room: int, name: str) -> None:
     exercise = draw(name, seed, room)
     assert 1 <= len(exercise.facts) <= 16
@@ -96,7 +89,7 @@ def test_pairs_are_in_one_list(seed: int, room: int) -> None:
 
 
 @given(SEEDS, ROOMS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tracked_variables_hold_the_number(seed: int, room: int) -> None:
     exercise = draw("tracking", seed, room)
     values: dict[str, str] = {}
@@ -130,39 +123,15 @@ def test_examples_are_solved_exercises_of_the_same_form(seed: int, room: int, na
     assert len(separators - {""}) <= 1  # lists of one form
 
 
-def test_a_third_of_the_exercises_about_lists_have_an_example() -> None:
-    for name in ("tracking", "common_words", "frequent_words"):
-        assert 40 < sum(bool(draw(name, seed, 512).example) for seed in range(200)) < 80
-
-
 def test_marks_are_no_words() -> None:
     marked = 0
-    for seed in range(200):
+    for seed in range(60):
         exercise = draw("frequent_words", seed, 512)
         ((_, answer),) = exercise.turns
         assert re.search("[a-z]", answer)
         marked += any(mark in exercise.facts[0].split() for mark in exercises.UNCOUNTED)
         assert not any(mark in answer for mark in exercises.UNCOUNTED)
-    assert 50 < marked < 110
-
-
-def test_some_answers_begin_with_the_key_and_further_words() -> None:
-    """As in long-context benchmarks: "The number for KEY in the text above is"."""
-    questions = [grammar.ask(np.random.default_rng(seed), SEQUENCES.words, "KEY") for seed in range(300)]
-    repeated = [question for question in questions if question.count("KEY") == 2]
-    assert 60 < len(repeated) < 150
-    assert all("KEY " in question.partition("KEY")[2] for question in repeated)
-
-
-def test_instructions_stand_before_the_text_and_are_not_learned() -> None:
-    openings = [" ".join(form.split(" {noun}")[0].split()[:2]) for form in grammar.INTRODUCTIONS]
-    begun = 0
-    for seed in range(200):
-        ids, weights = SEQUENCES.make("needles", np.random.default_rng(seed), 512)
-        if text_of(ids[:12]).startswith(tuple(openings)):
-            begun += 1
-            assert weights[0] == 0
-    assert 20 < begun < 50  # half of 30 % of the exercises; the others begin with random words
+    assert 12 < marked < 36
 
 
 @given(SEEDS, ROOMS)
@@ -186,7 +155,7 @@ def answer_slices(weights: np.ndarray) -> list[slice]:
 
 
 @given(SEEDS, st.integers(64, 1100), st.sampled_from(NAMES))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_sequences_fill_their_length_and_weight_answers(seed: int, length: int, name: str) -> None:
     ids, weights = SEQUENCES.make(name, np.random.default_rng(seed), length)
     again, _ = SEQUENCES.make(name, np.random.default_rng(seed), length)
@@ -204,7 +173,7 @@ def test_long_sequences_have_several_exercises() -> None:
     """As many as they have thousands of tokens, often fewer; one if its question is about a list."""
     for name, most in (("needles", 8 * 4), ("tracking", 3 * 4), ("frequent_words", 1), ("several_keys", 4)):
         turns = []
-        for seed in range(40):
+        for seed in range(20):
             ids, weights = SEQUENCES.make(name, np.random.default_rng(seed), 8192)
             turns.append(len(answer_slices(weights)))
             assert len(ids) == 8192
@@ -222,15 +191,10 @@ def test_combined_exercises_keep_the_order_of_each() -> None:
     assert made.example == "e1"
 
 
-def test_answers_weigh_more_in_long_sequences() -> None:
-    assert answer_weight(64) == answer_weight(512) == 6
-    assert answer_weight(32768) == 48
-
-
 def test_tasks_that_fit_are_not_replaced_by_text() -> None:
     for name in exercises.TASKS:
-        made = [SEQUENCES.make(name, np.random.default_rng(seed), 512)[1] for seed in range(30)]
-        assert sum(bool((weights > 1).any()) for weights in made) == 30
+        made = [SEQUENCES.make(name, np.random.default_rng(seed), 512)[1] for seed in range(12)]
+        assert all((weights > 1).any() for weights in made)
 
 
 @given(SEEDS)
@@ -279,11 +243,6 @@ def test_needle_prompts_have_the_given_length_and_depth(
         before, after = whole.removesuffix(f" {prompt.question}{answer}").split(f" {prompt.statement}")
         first, total = before.count(" "), before.count(" ") + after.count(" ")  # words before the needle, and of the text
         assert first == round(depth * (total - 1))
-
-
-def test_prompt_too_short_for_its_needles_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"length=40: 8 needles and a question need at least 1\d\d tokens"):
-        needle_prompt(np.random.default_rng(0), 40, crop_from(TEXT), TOKENIZER, TRAINING[0], count=8)
 
 
 def test_spans_at_one_position_keep_their_order() -> None:

@@ -94,7 +94,7 @@ def test_reading_every_key_gives_dense_attention(family: str) -> None:
     """In a padded prompt, in passes over several tokens and over single ones after it, and in ``generate``."""
     model = tiny_model(family)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (61, 100)])
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
     tokens, expected = model.generate(ids, **options), run_in_passes(model, ids, [100], mask)
     with attached(model, sparsity=0.0, probes=BUCKETS, measure_recall=True) as sparse:
         assert torch.equal(model.generate(ids, **options), tokens)
@@ -205,7 +205,7 @@ def test_refusals(family: str, overrides: dict[str, Any], message: str) -> None:
         check_supported(tiny_config(family, **overrides))
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_oss"])  # a part of the channels, neighbours, half of the angles
 def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     """The projection of an untrained gate commutes with the rotation, also of the channels that stay."""
     config = tiny_config(family)

@@ -14,7 +14,7 @@ from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
-from msattn.trainer.config import GateConfig, ModelConfig
+from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller
@@ -36,7 +36,6 @@ def file(tmp_path: Path) -> Path:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
@@ -157,7 +156,7 @@ def test_damaged_files_are_refused(file: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"^model.path=\S+small.gguf: damaged, cut off, or no GGUF file \(.+\)$"):
             load_gguf(file)
-    for place in range(8, start, 211):  # any byte of the header
+    for place in range(8, start, 509):  # any byte of the header
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with suppress(UserError):
             load_gguf(file)
@@ -173,15 +172,9 @@ def test_commands_take_a_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quick_start: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text("\n".join(f"The {i} in the {i * i}." for i in range(900)))
     own = ["--model", "small.gguf", "device=cpu"]
-    sizes = ["gate.block_size=16", "data.seq_len=128", "train.steps=2", "train.batch_size=1", "tracker=none"]
-    succeed("train-gate", *own, "--data", "notes.txt", *sizes)
-    manifest = (tmp_path / "outputs/small/base/gate/manifest.json").read_text()
-    assert '"id": "small.gguf"' in manifest
-    succeed("generate", *own, "--prompt", "the 12", "max_new_tokens=2", "chat=false")
-    succeed("doctor", "--model", "small.gguf")
-    assert "gate: outputs/small/base" in capsys.readouterr().out
+    succeed("generate", *own, "select=quest", "--prompt", "the 12", "max_new_tokens=2", "chat=false")
+    capsys.readouterr()
     file.write_bytes(file.read_bytes()[:-1000])
     assert exit_code("generate", *own, "--prompt", "the 12", "select=quest") == 2
     assert "Traceback" not in (printed := capsys.readouterr().err)
@@ -229,11 +222,3 @@ def test_models_whose_weights_stay_packed(tmp_path: Path, monkeypatch: pytest.Mo
             answers.append(each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None))
             assert 0.1 < sparse.stats()["sparsity"] < 0.6
     assert torch.equal(*answers)
-    losses = []
-    for each in (unpacked, model):
-        torch.manual_seed(0)
-        distiller = GateDistiller(Gate.build(each.config, GateConfig(block_size=16)), each)
-        loss = distiller(ids)["loss"]
-        loss.backward()
-        losses.append(loss.detach())
-    assert torch.allclose(*losses, rtol=1e-4)

@@ -1,6 +1,5 @@
 """Tests of model loading, refused architectures and their messages, fingerprints, devices and dtypes."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
-from msattn.trainer.models.families import check_length, check_supported, head_dim, max_length, num_kv_heads
+from msattn.trainer.models.families import check_length, check_supported, max_length
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import load
-from tests.factory import FAMILIES, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
+from tests.factory import random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
 
 
 @pytest.fixture
@@ -45,9 +44,8 @@ def test_a_local_folder_loads_frozen(folder: Path) -> None:
     assert torch.equal(loaded.model(tokens).logits, tiny_model("llama")(tokens).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_depend_on_the_seed_alone(tmp_path: Path, family: str) -> None:
-    cfg = random_init(tmp_path, family=family)
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    cfg = random_init(tmp_path)
     state = torch.get_rng_state()
     prints = [load(cfg, device="cpu", seed=seed).fingerprint["weights_hash"] for seed in (1, 1, 2)]
     assert prints[0] == prints[1] != prints[2]
@@ -99,11 +97,6 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         check_length(tiny_config(), 257)
 
 
-def test_head_dim_defaults_to_hidden_size_over_heads() -> None:
-    config = tiny_config("qwen2", head_dim=None)
-    assert (head_dim(config), num_kv_heads(config)) == (16, 2)
-
-
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
@@ -119,15 +112,8 @@ def test_unsupported_architectures_are_refused(family: str, overrides: dict[str,
         check_supported(tiny_config(family, **overrides))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_supported_families_are_accepted(family: str) -> None:
-    check_supported(tiny_config(family))
-
-
 def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(UserError, match=r"nowhere/model: no such folder"):
-        load(pretrained(folder / "nowhere/model"), device="cpu")
     with pytest.raises(UserError, match=r"nowhere/model: no such folder or GGUF file; run make models"):
         load(pretrained(folder / "nowhere/model", obtained_by="run make models"), device="cpu")
     with pytest.raises(UserError, match=r"no config\.json"):
@@ -153,15 +139,13 @@ def test_missing_weights_are_refused(folder: Path) -> None:
         load(pretrained(folder), device="cpu")
 
 
-@pytest.mark.parametrize("make_config", [pretrained, random_init])
-def test_out_of_memory_while_loading_is_a_user_error(folder: Path, monkeypatch: pytest.MonkeyPatch, make_config: Any) -> None:
+def test_out_of_memory_while_loading_is_a_user_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    for method in ("from_pretrained", "from_config"):
-        monkeypatch.setattr(AutoModelForCausalLM, method, full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pytest.raises(UserError, match=r"model=tiny: the weights in torch\.float32 do not fit into the GPU's memory"):
-        load(make_config(folder), device="cpu")
+        load(pretrained(folder), device="cpu")
 
 
 def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,23 +201,6 @@ def test_each_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_device("cuda") == torch.device("cuda", 1)
     assert resolve_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_code_of_a_model_folder_is_not_run(folder: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even if standard input says yes."""
-    ran, auto_map = (
-        folder / "ran",
-        {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]},
-    )
-    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n", encoding="utf-8")
-    settings = json.loads((folder / file).read_text(encoding="utf-8"))
-    own = {"model_type": "own"} if file == "config.json" else {"tokenizer_class": "Own"}
-    (folder / file).write_text(json.dumps({**settings, **own, "auto_map": auto_map}), encoding="utf-8")
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(UserError, match=r"bring Python code of their own \(auto_map\), which is not run"):
-        load(pretrained(folder), device="cpu")
-    assert not ran.exists()
 
 
 def test_further_chat_templates_stay_in_the_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

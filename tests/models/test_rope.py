@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from msattn.kernels.unrotate import unrotate
-from msattn.trainer.models.rope import cos_sin, inverse_frequencies, rotate
+from msattn.trainer.models.rope import cos_sin, inverse_frequencies
 from tests.factory import ROPE_TYPES, tiny_config, tiny_model
 
 
@@ -16,14 +15,6 @@ def test_frequencies_equal_the_models(kind: str) -> None:
     assert scaling == pytest.approx(model.base_model.rotary_emb.attention_scaling)
 
 
-@pytest.mark.parametrize("kind", ROPE_TYPES)
-def test_rotate_then_unrotate_is_the_identity(kind: str) -> None:
-    model = tiny_model("qwen3", kind)
-    x = torch.randn(2, 3, 50, 16)
-    cos, sin = model.base_model.rotary_emb(x, torch.arange(50)[None])
-    torch.testing.assert_close(unrotate(rotate(x, cos, sin), cos, sin), x, rtol=1e-5, atol=1e-6)
-
-
 def test_yarn_scales_cos_and_sin() -> None:
     inv_freq, scaling = inverse_frequencies(tiny_config("llama", "yarn"))
     assert scaling == pytest.approx(1.1386, abs=1e-4)
@@ -31,15 +22,10 @@ def test_yarn_scales_cos_and_sin() -> None:
     assert torch.allclose(cos**2 + sin**2, torch.ones(5, 16))
 
 
-@pytest.mark.parametrize("kind", ROPE_TYPES)
-def test_other_head_sizes_keep_the_base(kind: str) -> None:
-    config = tiny_config("llama", kind)
-    own, _ = inverse_frequencies(config)
-    wide, _ = inverse_frequencies(config, dim=32)
-    assert wide.shape == (16,)
+def test_other_head_sizes_keep_the_base() -> None:
+    config = tiny_config("llama")
+    torch.testing.assert_close(inverse_frequencies(config, dim=32)[0][::2], inverse_frequencies(config)[0])
     assert config.head_dim == 16
-    if kind == "default":
-        torch.testing.assert_close(wide[::2], own)
 
 
 def test_cos_sin_equal_the_models() -> None:

@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from filelock import UnixFileLock
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.storage.lock import locked, locked_in_turn
+from msattn.trainer.storage.lock import locked
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, code: int, times: int) -> None:
@@ -68,21 +67,3 @@ def test_a_data_worker_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     assert not (tmp_path / ".gate.lock").exists()
-
-
-def test_threads_take_turns(tmp_path: Path) -> None:
-    inside: list[int] = []
-
-    def enter(number: int) -> None:
-        with locked_in_turn(tmp_path / "tokens"):
-            inside.append(number)
-            time.sleep(0.05)
-            assert inside.pop() == number
-            assert not inside
-
-    threads = [threading.Thread(target=enter, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not os.listdir(tmp_path)

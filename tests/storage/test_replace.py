@@ -28,8 +28,10 @@ def test_a_linked_folder_is_refused_each_time_and_stays(tmp_path: Path) -> None:
     assert os.listdir(target) == ["manifest.json"]
 
 
-@pytest.mark.parametrize("suffix", ["new", "old"])
-@pytest.mark.parametrize("leftover", ["link to a folder", "dangling link", "file"])
+@pytest.mark.parametrize(
+    ("suffix", "leftover"),
+    [("new", "file"), ("new", "link to a folder"), ("old", "link to a folder"), ("old", "dangling link")],
+)
 def test_leftovers_that_are_no_folders_are_removed(tmp_path: Path, suffix: str, leftover: str) -> None:
     folder, target, path = tmp_path / "gate", tmp_path / "target", tmp_path / f".gate.{suffix}"
     for each in (folder, target):

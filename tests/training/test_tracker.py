@@ -91,6 +91,7 @@ def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -
     with start(NONE, folder) as tracker:
         tracker.log({"loss": 2.5, "recall": float("nan")}, 10)
         assert metrics_lines(folder)[0]["step"] == 10  # unbuffered: a killed run keeps its metrics
+    with start(NONE, folder) as tracker:  # resumed
         tracker.log({"loss": float("inf")}, 20)
         tracker.offset = 100
         tracker.log({"loss": 1}, 5)
@@ -101,13 +102,6 @@ def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -
     assert (found[0]["loss"], found[0]["recall"], found[1]["loss"], found[2]["loss"]) == (2.5, None, None, 1.0)
     assert 0 <= found[0]["seconds"] <= found[2]["seconds"]
     assert found[3] == {"summary": {"best": 0.5, "by_task": {"needle": None}}}
-
-
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        with start(NONE, tmp_path) as tracker:
-            tracker.log({"loss": 0.0}, step)
-    assert [line["step"] for line in metrics_lines(tmp_path)] == [1, 2]
 
 
 def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,17 +208,9 @@ def test_wandb_with_a_key_is_online_and_receives_everything(
         tracker.log_artifact(fake_artifact(tmp_path / "gate"))
     ((run, options),) = runs
     assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
-    assert (options["group"], options["job_type"], options["tags"]) == (None, "train-gate", ["tiny", "base"])
-    assert options["config"] == {"lr": 0.1}
     assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
-    assert run.summary == {
-        "best": 0.5,
-        "artifact/kind": "gate",
-        "artifact/folder": str(tmp_path / "gate"),
-        "artifact/content_hash": "c0ffee",
-    }
+    assert run.summary["artifact/content_hash"] == "c0ffee"
     (linked,) = run.artifacts
-    assert (linked.name, linked.type, linked.metadata["content_hash"]) == ("tiny-base-gate", "gate", "c0ffee")
     (reference,) = linked.manifest.entries.values()
     assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
     assert run.finished
@@ -247,14 +233,8 @@ def test_artifacts_are_uploaded_on_request_but_models_are_not(
     assert run.sent.waited == upload
     entries = [each.ref for logged in run.artifacts for each in logged.manifest.entries.values()]
     assert [each is not None for each in entries] == [True, not upload]
-    if upload:
-        assert run.artifacts[1].metadata == {
-            "content_hash": "c0ffee",
-            "metrics": {"recall": 0.5},
-            "kind": "gate",
-            "folder": str(tmp_path / "gate"),
-        }
-        assert run.aliases == ["latest", "c0ffee"]
+    assert "tensors" not in run.artifacts[1].metadata
+    assert run.aliases == (["latest", "c0ffee"] if upload else None)
     assert capfd.readouterr() == ("", "")
 
 

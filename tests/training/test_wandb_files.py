@@ -1,6 +1,5 @@
 """Records of offline runs, read back from the files that ``wandb sync`` would upload."""
 
-import io
 import json
 import os
 import struct
@@ -16,7 +15,6 @@ import pytest
 from msattn import cli
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.training.tracker import Tracker
-from tests.running import metrics_lines, succeed
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
@@ -132,27 +130,6 @@ def test_tables_reports_and_uploaded_artifacts_are_in_the_files_of_a_run(
     assert holding(SECRET, tmp_path) == []
 
 
-def test_a_sweep_of_bench_is_a_group_of_runs_with_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], round_figures: None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    operations = ["pool_blocks", "merge_states"]
-    succeed("bench", "-m", f"op={','.join(operations)}", "device=cpu", "bench.lengths=[128]", "bench.peers=[]")
-    groups = set()
-    for operation in operations:
-        folder = tmp_path / "outputs" / "bench" / operation / "runs" / "forward-cpu"
-        (run,) = of_kind(folder, "run")
-        assert (run.job_type, list(run.tags)) == ("bench", ["bench", operation])
-        groups.add(run.run_group)
-        rows = table(folder, "results")
-        assert {(row["op"], row["length"]) for row in rows} == {(operation, 128)}
-        assert all(row["ms"] > 0 for row in rows)
-        assert "times/path" in history(folder)
-    (group,) = groups
-    assert group.startswith("bench-20")
-    assert holding(SECRET, tmp_path) == []
-
-
 SMALL = ["device=cpu", "data=text", "data.path=text.txt", "data.seq_len=192", "tracker=wandb", "tracker.group=study"]
 TRAIN = ["train.steps=2", "train.batch_size=1", "train.num_workers=0", "train.warmup_steps=0", "gate.block_size=16"]
 EVAL = ["eval.tasks=[perplexity]", "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}", "eval.baselines=[quest]"]
@@ -196,17 +173,3 @@ def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(tmp_path:
     assert summary(folders["generate"])["sparse/sparsity"] == sparse["sparsity"] > 0
     assert holding(SECRET, tmp_path) == []
     assert holding("private_function", base) == []
-
-
-def test_turns_of_a_chat_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("A first question\n/reset\nA second one\n"))
-    run("generate", "--chat", "device=cpu", "name=none", "select=quest", "max_new_tokens=3", "tracker=wandb")
-    (folder,) = (tmp_path / "outputs/tiny/none/runs/generate").iterdir()
-    turns = metrics_lines(folder)
-    assert [(turn["step"], turn["new_tokens"], turn["cached_tokens"] - turn["new_prompt_tokens"]) for turn in turns] == [
-        (0, 3, 2),  # the last token is not in the cache
-        (1, 3, 2),
-    ]
-    assert history(folder)["_step"] == 1
-    assert holding("question", folder) == []

@@ -84,6 +84,7 @@ class Architecture:
     layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention"]] | None = None
     sliding_window: Positions | None = None
     sliding_window_pattern: Annotated[int, Interval(ge=1, le=1024)] = 6
+    is_causal: bool = True
     max_window_layers: Annotated[int, Interval(ge=0, lt=2**20)] = 0
     attention_chunk_size: Positions | None = None
     floor_scale: Positions = 8192
