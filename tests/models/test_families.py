@@ -27,8 +27,7 @@ from msattn.trainer.models.families import (
 )
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import load
-from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate
-from msattn.trainer.models.rope_scaling import scale_rope
+from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.serving.cache import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import msattn
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.distillation import GateDistiller
 from msattn.trainer.models import fingerprint, load
 from tests.factory import random_tokens, tiny_architecture
 from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf

@@ -12,8 +12,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
-from msattn.trainer.models.rope import inverse_frequencies
-from msattn.trainer.models.rope_scaling import scale_rope
+from msattn.trainer.models.rope import inverse_frequencies, scale_rope
 from tests.factory import tiny_config
 
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

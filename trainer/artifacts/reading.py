@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from msattn.trainer.artifacts.folders import find
@@ -23,6 +22,7 @@ from msattn.trainer.artifacts.manifest import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_text, root_of_links
+from msattn.trainer.storage.hashes import DamagedFile, read_hashed
 
 MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
 ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
@@ -127,9 +127,8 @@ def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
 
 def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+        tensors, _ = read_hashed(folder / WEIGHTS, None)
+    except (FileNotFoundError, DamagedFile) as error:
         raise UserError(f"artifact {path}: {WEIGHTS} is damaged ({' '.join(str(error).split())})") from error
     found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
     if found != manifest["tensors"]:

@@ -14,7 +14,7 @@ from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.replace import replace_file
-from msattn.trainer.training.checkpoints import flatten_settings
+from msattn.trainer.training.checkpoints import check_settings, flatten_settings
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import ComparedMethods
@@ -45,7 +45,7 @@ class PartialRows:
         lines = _lines(path) if resume else []
         try:
             if lines:
-                _check_settings(path, lines[0], now)
+                check_settings(f"the evaluation in {path}", lines[0], now)
             self._rows = {line["key"]: [_row(each) for each in line["rows"]] for line in lines[1:]}
         except (AttributeError, KeyError, TypeError) as error:
             raise _damaged(path, error) from error
@@ -110,15 +110,6 @@ def _lines(path: Path) -> list[Any]:
 
 def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"resume=true: {path} cannot be read ({error}); resume=false starts again")
-
-
-def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for key in {**before, **now}:
-        if before.get(key) != now.get(key):
-            raise UserError(
-                f"resume=true: the evaluation in {path} has {key}={before.get(key)}, not {now.get(key)}; "
-                "use the same settings, or resume=false to start again"
-            )
 
 
 def _name(key: tuple[Any, ...]) -> str:

@@ -52,9 +52,6 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     ------
     UserError : ``config.json`` is missing or damaged, describes another family, or has a value that makes no sense.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
     family = document.get("model_type")
     if family not in FAMILIES and document.get("auto_map"):
@@ -73,8 +70,16 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     keys = _passed(document)
     if quantization := keys.get("quantization_config"):
         limited(lambda: _check_quantization(quantization), f"{where}: quantization_config is not accepted")
+    return build_config(family, keys | {"name_or_path": str(files.source)}, where)
+
+
+def build_config(family: str, keys: Mapping[str, Any], where: str) -> "PreTrainedConfig":
+    """Returns the configuration of a family with these keys; raises UserError, which begins with ``where``, for bad values."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.for_model(family, **keys, name_or_path=str(files.source))
+        return AutoConfig.for_model(family, **keys)
     except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
         raise UserError(f"{where}: {first_line(reason)}") from error

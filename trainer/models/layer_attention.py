@@ -3,7 +3,7 @@
 SDPA computes neither. Each function takes the layer's inputs whole, so that no caller forgets what is done to its scores.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,36 +14,34 @@ from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import softcap
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_inputs import LayerInputs
 
 BLOCK = 64
 
 
-def score_options(x: "LayerInputs") -> dict[str, Any]:
+def score_options(x: LayerInputs) -> dict[str, Any]:
     """Returns the arguments of operations that say how scores are computed and masked: scale, softcap, padding."""
     return {"scale": x.scale, "softcap": x.softcap, "kv_start": x.kv_start}
 
 
-def with_sinks(x: "LayerInputs", state: SparseAttention) -> SparseAttention:
+def with_sinks(x: LayerInputs, state: SparseAttention) -> SparseAttention:
     """Adds the layer's attention sinks to the softmax of a result; a sink counts as attention mass that is always read."""
     return state if x.sinks is None else apply_sinks(state, x.sinks)
 
 
-def block_map(x: "LayerInputs", block_size: int = BLOCK) -> MaxPoolAttention:
+def block_map(x: LayerInputs, block_size: int = BLOCK) -> MaxPoolAttention:
     """Returns dense attention of a layer and its block map; see :func:`msattn.kernels.maxpool_attention.maxpool_attention`."""
     return maxpool_attention(x.q, x.k, x.v, block_size=block_size, sinks=x.sinks, **score_options(x))
 
 
-def capped_attention(x: "LayerInputs") -> SparseAttention:
+def capped_attention(x: LayerInputs) -> SparseAttention:
     """Computes dense attention with soft-capped scores and sinks, differentiable: sparse attention that reads every block."""
     rows, cols = (-(-tokens // BLOCK) for tokens in (x.num_queries, x.num_keys))
     every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
     return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=BLOCK, **score_options(x)))
 
 
-def decoded_attention(x: "LayerInputs") -> SparseAttention:
+def decoded_attention(x: LayerInputs) -> SparseAttention:
     """Computes dense attention of one new token of each sequence, for inference; ``x.kv_len`` limits the keys."""
     cap = None if x.softcap is None else softcap(x.softcap)
     state = flash_decode(x.q, x.k, x.v, scale=x.scale, score_mod=cap, kv_start=x.kv_start, kv_len=x.kv_len)

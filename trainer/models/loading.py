@@ -12,13 +12,13 @@ import torch
 from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
-from msattn.trainer.models.architecture import generation_config, pretrained_config
+from msattn.trainer.models.architecture import build_config, generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
 from msattn.trainer.models.gguf import unpacking
 from msattn.trainer.models.identity import fingerprint
-from msattn.trainer.models.rope_scaling import scale_rope
+from msattn.trainer.models.rope import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.model_files import ModelFiles, local_model
@@ -126,7 +126,6 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
     ------
     UserError : an unsupported ``model_type``, an unknown key (the message names the nearest one) or an invalid value.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     architecture = dict(cfg.architecture or {})
@@ -138,11 +137,7 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
     for key in architecture:
         if key not in accepted:
             raise UserError(f"unknown key model.architecture.{key}{nearest(key, accepted)}")
-    try:
-        return AutoConfig.for_model(family, **architecture)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        reason = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise UserError(f"model.architecture: {first_line(reason)}") from error
+    return build_config(family, architecture, "model.architecture")
 
 
 def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, seed: int) -> "PreTrainedModel":

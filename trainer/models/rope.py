@@ -1,4 +1,4 @@
-"""Rotary position embeddings as the model applies them, and their inverse.
+"""Rotary position embeddings as the model applies them, their inverse, and their extension to longer contexts.
 
 The first r channels of a head of size D rotate; r is D in most families, and 0 in layers without RoPE. Channels ``d`` and
 ``d + r/2`` form a pair that is rotated by the angle ``p * inv_freq[d]`` at position ``p`` (Su et al., RoFormer, in the
@@ -10,21 +10,23 @@ this factor.
 import copy
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.unrotate import unrotate
+from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters, text_config
+from msattn.trainer.models.layer_inputs import LayerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from msattn.trainer.models.tap import LayerInputs
-
-
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types whose angles depend on the length of the sequence at the time
+ORIGINAL = "original_max_position_embeddings"  # tokens of pretraining, from which llama3 and yarn compute their frequency bands
+WITH_ORIGINAL = ("llama3", "yarn")
+STRETCHING = ("linear", "llama3", "yarn")  # types whose lowest frequencies are divided by a fixed factor
 
 
 class KeysNotKnown(RuntimeError):
@@ -68,7 +70,7 @@ class Rotation:
         return unrotate(x.detach(), cos, sin, interleaved=self.interleaved)  # what keys are chosen by has no gradient
 
 
-def keys_before_rope(x: "LayerInputs", first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
+def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
     """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE: ``[B, Hkv, end - first, D]``.
 
     Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache.
@@ -182,3 +184,41 @@ def cos_sin(inv_freq: Tensor, positions: Tensor, *, interleaved: bool = False) -
     angles = positions.unsqueeze(-1).float() * inv_freq
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
+
+
+def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
+    """Replaces the RoPE parameters in place, and scales ``max_position_embeddings`` with them.
+
+    Where types of layers have their own parameters, those of full-attention layers are replaced.
+
+    The lowest frequencies are divided by the factor, so the positions grow by the ratio of the new factor to the one that the
+    model has: Llama-3.1 has factor 8 and 131,072 positions, and factor 32 gives it 524,288. Only YaRN with an
+    ``original_max_position_embeddings`` of its own has, by definition, so many times its factor. Where ``scaling`` gives none,
+    that of the model stays.
+
+    Raises
+    ------
+    UserError : a RoPE type that is not supported, or a missing or wrong parameter.
+    """
+    kind, before = scaling.get("rope_type"), rope_parameters(config)
+    if kind not in ROPE_TYPES:
+        raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
+    try:
+        unscaled = config.max_position_embeddings / _stretch(before)
+        original = {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}
+        positions = scaling[ORIGINAL] if kind == "yarn" and ORIGINAL in scaling else unscaled
+        positions = round(positions * _stretch(scaling))
+        kept = {key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before}
+        after = {**kept, **original, **scaling}
+        by_layer = "full_attention" in config.rope_parameters
+        config.rope_parameters = {**config.rope_parameters, "full_attention": after} if by_layer else after
+        config.standardize_rope_params()
+        config.max_position_embeddings = positions
+        config.validate_rope()
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"model.rope_scaling={scaling}: {first_line(error)}") from error
+
+
+def _stretch(rope: dict[str, Any]) -> float:
+    """Returns the factor by which the lowest frequencies are divided; 1 if it is missing, which transformers refuses."""
+    return float(rope.get("factor", 1.0)) if rope["rope_type"] in STRETCHING else 1.0

@@ -24,7 +24,7 @@ from msattn.trainer.errors import UserError, first_line, print_once, write_error
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import checked, read_json
 from msattn.trainer.storage.hashes import first_difference, folder_hashes
-from msattn.trainer.storage.replace import sync_file, sync_folder, sync_tree
+from msattn.trainer.storage.replace import replace_file, sync_folder, sync_tree
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
@@ -164,7 +164,9 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
         except (UserError, OSError) as error:
             damage.append(first_line(error))
             continue
-        _check_settings(checkpoints, marker.settings, settings)
+        # Of a number that is chosen automatically the checkpoint has the choice.
+        chosen = {MICRO_BATCH: marker.settings.get(MICRO_BATCH)} if settings.get(MICRO_BATCH) == AUTO else {}
+        check_settings(f"the run in {checkpoints}", marker.settings, settings | chosen)
         for line in damage:
             print_once(f"warning: {line}; the run continues from {checkpoint.name}")
         return checkpoint
@@ -173,12 +175,13 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
     return None
 
 
-def _check_settings(checkpoints: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for key, value in json.loads(json.dumps(now)).items():
-        chosen = key == MICRO_BATCH and value == AUTO  # the checkpoint has the number that was chosen
-        if before.get(key) != value and not chosen:
+def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError, which names the first key, if ``what`` was made with other settings than those of ``now``."""
+    now = json.loads(json.dumps(now))  # with the lists that JSON makes of tuples
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
             raise UserError(
-                f"resume=true: the run in {checkpoints} has {key}={before.get(key)}, not {value}; "
+                f"resume=true: {what} has {key}={before.get(key)}, not {now.get(key)}; "
                 "use the same settings, or resume=false to start again"
             )
 
@@ -205,17 +208,11 @@ def handle_write_errors(checkpoint: Path) -> Iterator[None]:
 
 
 def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingResult) -> None:
-    """Syncs ``checkpoint`` to disk and marks it as complete.
-
-    The marker is renamed into place after the sync, because some full disks report an error only then.
-    """
+    """Syncs ``checkpoint`` to disk and marks it as complete."""
     sync_tree(checkpoint)
     content = {"settings": settings, "result": asdict(result), "files": folder_hashes(checkpoint)}
-    unfinished = checkpoint / f"{MARKER}.part"
-    unfinished.write_text(json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))}))
-    sync_file(unfinished)
-    os.replace(unfinished, checkpoint / MARKER)
-    sync_folder(checkpoint)
+    with replace_file(checkpoint / MARKER) as new:
+        new.write_text(json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))}))
     sync_folder(checkpoint.parent)
 
 

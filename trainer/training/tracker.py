@@ -14,6 +14,7 @@ from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.storage.documents import finite
+from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.training.wandb_run import WandbRun
 
 
@@ -165,6 +166,5 @@ def _weights_hash(folder: Path) -> str:
     """Returns the SHA-256 of the weight files of a model folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(file_hash(path)))
     return digest.hexdigest()

@@ -1,0 +1,289 @@
+"""Model families: which decoders are supported, what distinguishes them, and access to their configurations.
+
+The numbers of a model with images or audio are those of its text configuration. Code elsewhere asks these functions and never
+compares names of families.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msattn.trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a family's decoders from Llama's, as the code of their attention modules has them.
+
+    Attributes
+    ----------
+    llama_layers : a layer computes what Llama's does, up to biases and a norm of each query and key, so that the fused modules
+        and the captured steps of :mod:`msattn.trainer.serving` may stand in for it.
+    one_window : a ``sliding_window`` in the configuration holds for every layer; other families list ``layer_types``.
+    heads_first : the norms of queries and keys run on ``[B, H, N, D]``, not on the outputs of the projections.
+    interleaved : RoPE rotates neighbouring channels ``2 i`` and ``2 i + 1``, not ``i`` and ``i + r / 2`` of r rotated ones.
+    half_angles : the rotary embedding returns each angle once, not for both channels of a pair.
+    plain_scores : softmax of scaled products and nothing else, so that SDPA computes it.
+    norm_after_rope : queries and keys are normalized after RoPE, so that only layers without RoPE are served.
+    experts : MLPs are mixtures of experts, whose size is another number than ``intermediate_size``.
+    hashed : keys of the configuration that attention depends on besides those of all families.
+    """
+
+    llama_layers: bool = False
+    one_window: bool = False
+    heads_first: bool = False
+    interleaved: bool = False
+    half_angles: bool = False
+    plain_scores: bool = True
+    norm_after_rope: bool = False
+    experts: bool = False
+    hashed: tuple[str, ...] = ()
+
+    def modules_before_rope(self, attention: Any) -> tuple[Any, Any]:
+        """Returns the modules whose outputs hold the queries and the keys before RoPE: norms, projections, or one for both."""
+        if hasattr(attention, "qkv_proj"):
+            return attention.qkv_proj, attention.qkv_proj
+        return getattr(attention, "q_norm", None) or attention.q_proj, getattr(attention, "k_norm", None) or attention.k_proj
+
+    def heads_before_rope(self, attention: Any, outputs: "tuple[Tensor, Tensor]", q: "Tensor") -> "tuple[Tensor, Tensor]":
+        """Returns queries ``[B, Hq, N, D]`` and keys ``[B, Hkv, N, D]`` from the outputs of :meth:`modules_before_rope`.
+
+        ``q`` are the queries after RoPE.
+        """
+        if self.heads_first:
+            return outputs
+        batch, heads, tokens, size = q.shape
+        queries, keys = outputs
+        if hasattr(attention, "qkv_proj"):
+            queries, keys, _ = queries.tensor_split((heads * size, (queries.shape[-1] + heads * size) // 2), dim=-1)
+        q_nope, k_nope = (each.reshape(batch, tokens, -1, size).transpose(1, 2) for each in (queries, keys))
+        return q_nope, k_nope
+
+    def cos_sin(self, position_embeddings: "tuple[Tensor, Tensor]") -> "tuple[Tensor, Tensor]":
+        """Returns cos and sin of each rotated channel, ``[B or 1, N, r]``, from what the rotary embedding returned."""
+        cos, sin = position_embeddings
+        if self.half_angles:
+            return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
+        if self.interleaved:
+            half = cos.shape[-1] // 2
+            cos, sin = (each[..., :half].repeat_interleave(2, dim=-1) for each in (cos, sin))
+        return cos, sin
+
+
+MIXTURE = Family(one_window=True, experts=True, hashed=("sliding_window",))
+GEMMA = ("hidden_activation", "query_pre_attn_scalar", "layer_types", "sliding_window")
+LLAMA4 = ("use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
+FAMILIES: dict[str, Family] = {
+    "llama": Family(llama_layers=True),
+    "mistral": Family(llama_layers=True, one_window=True),
+    "qwen2": Family(llama_layers=True),
+    "qwen3": Family(llama_layers=True),
+    "granite": Family(hashed=("attention_multiplier", "embedding_multiplier", "residual_multiplier")),
+    "smollm3": Family(hashed=("no_rope_layers", "layer_types", "sliding_window")),
+    "olmo2": Family(),
+    "olmo3": Family(hashed=("layer_types", "sliding_window")),
+    "mixtral": MIXTURE,
+    "qwen3_moe": MIXTURE,
+    "gemma2": Family(plain_scores=False, hashed=(*GEMMA, "attn_logit_softcapping")),
+    "gemma3_text": Family(heads_first=True, hashed=GEMMA),
+    "phi3": Family(one_window=True, hashed=("sliding_window",)),
+    "glm": Family(interleaved=True),
+    "glm4": Family(interleaved=True),
+    "llama4_text": Family(
+        norm_after_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
+    ),
+    "gpt_oss": Family(plain_scores=False, half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
+}
+
+
+def family_of(config: "PreTrainedConfig") -> Family:
+    """Returns the family of a supported model."""
+    return FAMILIES[text_config(config).model_type]
+
+
+class LayerAttention(NamedTuple):
+    """The attention of one layer.
+
+    Attributes
+    ----------
+    layer : index of the layer.
+    rotates : RoPE rotates its queries and keys.
+    kept : the reason why the layer keeps the model's own attention; None if it is served and may be sparse.
+    """
+
+    layer: int
+    rotates: bool
+    kept: str | None
+
+
+def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
+    """Returns the attention of each layer of a supported model: which may be sparse, and why the others may not.
+
+    A window that is at least as long as the model's positions is no window.
+    """
+    config = text_config(config)
+    rotates = getattr(config, "no_rope_layers", None) or [True] * num_layers(config)  # 1 stands for a layer with RoPE
+    return [LayerAttention(i, bool(rotates[i]), _kept(config, kind, rotates[i])) for i, kind in enumerate(layer_kinds(config))]
+
+
+def served_layers(config: "PreTrainedConfig") -> list[int]:
+    """Returns the indices of the layers that may be sparse."""
+    return [each.layer for each in attention_layers(config) if each.kept is None]
+
+
+def layer_kinds(config: "PreTrainedConfig") -> list[str]:
+    """Returns the type of each layer."""
+    if family_of(config).one_window:
+        kind = FULL if getattr(config, "sliding_window", None) is None else SLIDING
+        return [kind] * num_layers(config)
+    return list(getattr(config, "layer_types", None) or [FULL] * num_layers(config))
+
+
+def _kept(config: "PreTrainedConfig", kind: str, rotates: bool) -> str | None:
+    """Returns the reason why layers of this type keep the model's own attention, or None."""
+    if kind == FULL:
+        return "it normalizes queries and keys after RoPE" if rotates and family_of(config).norm_after_rope else None
+    if kind == SLIDING:
+        window = config.sliding_window
+        whole = family_of(config).one_window and window >= max_length(config)
+        return None if whole else f"it attends through a sliding window of {window} tokens"
+    if kind == CHUNKED:
+        return f"it attends within chunks of {config.attention_chunk_size} tokens"
+    return f"its type is {kind}"
+
+
+def decoder(model: "PreTrainedModel") -> Any:
+    """Returns the module with the embedding, ``layers`` and the final norm, also of a PEFT model."""
+    found: Any = model.get_decoder()
+    return found if hasattr(found, "layers") else found.model  # Llama 4 returns the model with its head
+
+
+def text_config(config: "PreTrainedConfig") -> Any:
+    """Returns the configuration of the decoder of text; it is ``config`` itself for a language model."""
+    return config.get_text_config(decoder=True)
+
+
+def num_layers(config: "PreTrainedConfig") -> int:
+    return text_config(config).num_hidden_layers
+
+
+def num_heads(config: "PreTrainedConfig") -> int:
+    return text_config(config).num_attention_heads
+
+
+def num_kv_heads(config: "PreTrainedConfig") -> int:
+    return getattr(text_config(config), "num_key_value_heads", None) or num_heads(config)
+
+
+def head_dim(config: "PreTrainedConfig") -> int:
+    return getattr(text_config(config), "head_dim", None) or text_config(config).hidden_size // num_heads(config)
+
+
+def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
+    """Returns the parameters of RoPE, of full-attention layers where each type of layer has its own."""
+    rope = text_config(config).rope_parameters
+    return rope.get("full_attention", rope)
+
+
+def max_length(config: "PreTrainedConfig") -> int:
+    """Returns the longest sequence in tokens.
+
+    Dynamic RoPE scales the context at run time; for the other types ``max_position_embeddings`` is already scaled.
+    """
+    rope, positions = rope_parameters(config), int(text_config(config).max_position_embeddings)
+    return int(positions * rope["factor"]) if rope["rope_type"] == "dynamic" else positions
+
+
+def check_length(config: "PreTrainedConfig", seq_len: int, given: str = "") -> None:
+    """Checks that a sequence fits the model's positions.
+
+    Parameters
+    ----------
+    given : the argument that asks for so many tokens, for the message; by default ``data.seq_len`` and its value.
+
+    Raises
+    ------
+    UserError : ``seq_len`` exceeds :func:`max_length`.
+    """
+    longest = max_length(config)
+    if seq_len > longest:
+        raise UserError(
+            f"{given or f'data.seq_len={seq_len}'}: the model has positions for {longest} tokens; "
+            "shorten it, or extend the context with model.rope_scaling={rope_type: yarn, factor: ...}"
+        )
+
+
+def output_logits(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
+    """Returns the logits ``[..., vocabulary]`` of the last hidden states ``[..., hidden]``, as the model's own head."""
+    config, head = text_config(model.config), model.get_output_embeddings()
+    assert head is not None
+    logits = head(hidden)
+    if divisor := getattr(config, "logits_scaling", None):  # of Granite
+        logits = logits / divisor
+    if softcap := getattr(config, "final_logit_softcapping", None):  # of Gemma
+        logits = (logits / softcap).tanh() * softcap
+    return logits
+
+
+def check_supported(config: "PreTrainedConfig") -> None:
+    """Checks that the tap and the kernels support the model.
+
+    Raises
+    ------
+    UserError : another family, attention that the kernels do not compute, no layer with full attention, another RoPE type,
+        unsupported head counts or head sizes.
+    """
+    config = text_config(config)
+    if reason := refusal(config):
+        raise UserError(f"model: {reason}")
+    if config.model_type not in FAMILIES:
+        raise UserError(f"model_type={config.model_type}: accepted are the decoders {', '.join(FAMILIES)}")
+    _check_rope(config)
+    heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
+    if heads % kv_heads:
+        raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
+    if size % 8 or not 8 <= size <= 256:
+        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 256")
+    for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+        if kind in layer_kinds(config) and not getattr(config, key, None):
+            raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number of tokens")
+    layers = attention_layers(config)
+    if all(layer.kept for layer in layers):
+        raise UserError(f"model: no layer can be sparse; of layer 0: {layers[0].kept}; accepted are full-attention layers")
+
+
+def refusal(config: Any) -> str | None:
+    """Returns the reason why the attention of a model is not supported, or None."""
+    if getattr(config, "kv_lora_rank", None):
+        return (
+            f"model_type={config.model_type!s:.60}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank!s:.20}) "
+            "caches latent vectors; accepted are decoders that cache keys, which gates and buckets read"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        return "use_bidirectional_attention=True: accepted is causal attention"
+    if not getattr(config, "is_causal", True):
+        return "is_causal=False: accepted is causal attention"
+    return None
+
+
+def _check_rope(config: Any) -> None:
+    """Raises UserError for RoPE that cannot be computed or inverted."""
+    rope = rope_parameters(config)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise UserError(f"rope_type={rope['rope_type']}: accepted are {', '.join(ROPE_TYPES)}")
+    factor = rope.get("factor", 1.0 if rope["rope_type"] in ("default", "longrope") else None)
+    if not isinstance(factor, int | float) or factor < 1:
+        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted are numbers of 1 or more")
+    share = rope.get("partial_rotary_factor", 1.0)
+    rotated = share * head_dim(config)
+    if rotated != int(rotated) or rotated % 2 or not 0 < share <= 1:
+        raise UserError(f"partial_rotary_factor={share}: accepted are even numbers of {head_dim(config)} channels")
+    for name in ("short_factor", "long_factor") if rope["rope_type"] == "longrope" else ():
+        if len(rope[name]) != rotated // 2:
+            raise UserError(f"rope_type=longrope: {name} has {len(rope[name])} numbers; accepted are {int(rotated // 2)}")
