@@ -40,16 +40,9 @@ def test_a_script_is_refused_and_never_run(here: Path) -> None:
     assert not (here / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("Dataset scripts are no longer supported, but found pg19.py"),
-        ValueError("The repository contains custom code. Please pass the argument `trust_remote_code=True`.\nMore"),
-    ],
-)
-def test_each_way_in_which_scripts_are_refused(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_of_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise error
+        raise ValueError("The repository contains custom code. Please pass the argument `trust_remote_code=True`.\nMore")
 
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     with pytest.raises(

@@ -72,22 +72,6 @@ def test_a_heading_in_common_only_warns(tmp_path: Path, capsys: pytest.CaptureFi
     assert "msattn: warning: data.heldout_path=" in capsys.readouterr().err
 
 
-def test_the_outcome_is_kept_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {"path": write(tmp_path, "train.txt", prose(1)), "heldout_path": write(tmp_path, "heldout.txt", prose(1))}
-    cfg = DataConfig("text", cache=str(tmp_path / "tokens"), **paths)
-    counts: list[int] = []
-    monkeypatch.setattr("msattn.trainer.data.cache.LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("msattn.trainer.data.overlap.shared_windows", lambda *_: counts.append(1) or (5, 10))
-    for _ in range(2):
-        with pytest.raises(UserError, match="5 of its 10 "):
-            check_heldout(cfg)
-    assert counts == [1]
-    write(tmp_path, "heldout.txt", prose(2))
-    with pytest.raises(UserError, match="5 of its 10 "):
-        check_heldout(cfg)
-    assert counts == [1, 1]
-
-
 def test_a_held_out_split_is_compared_over_its_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     books = [{"text": prose(seed, 400)} for seed in range(8)]
     splits = {"train": books, "validation": [{"text": prose(8, 400)}, books[0]], "test": [{"text": prose(9, 400)}, books[7]]}

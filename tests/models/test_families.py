@@ -191,19 +191,6 @@ def test_every_family_is_tested_and_documented() -> None:
     assert all(f"`{family}`" in guide for family in FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "message"),
-    [
-        ("deepseek_v3", {}, "multi-head latent attention"),
-        ("qwen2_5_vl_text", {}, "model_type=qwen2_5_vl_text: accepted are the decoders llama"),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
-    ],
-)
-def test_refusals(family: str, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_supported(tiny_config(family, **overrides))
-
-
 @pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_oss"])  # a part of the channels, neighbours, half of the angles
 def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     """The projection of an untrained gate commutes with the rotation, also of the channels that stay."""

@@ -103,6 +103,8 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ("mistral", {"sliding_window": 64}, "no layer can be sparse; of layer 0: it attends through a sliding window of 64"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: accepted is causal attention"),
         ("gpt_neox", {}, "model_type=gpt_neox: accepted are the decoders llama, mistral, qwen2, qwen3"),
+        ("deepseek_v3", {}, "multi-head latent attention"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: accepted are multiples of num_key_value_heads=3"),
         ("llama", {"head_dim": 12}, "head_dim=12: accepted are multiples of 8"),
     ],

@@ -359,9 +359,9 @@ def test_if_a_rank_is_killed_the_others_exit_with_one_line(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_resume_after_sigkill_while_saving_gives_the_same_bits(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for attempt, moment in enumerate(("checkpoint-6", "checkpoint-12/model.safetensors", f"checkpoint-18/{MARKER}")):
+    for attempt, moment in enumerate(("checkpoint-6/model.safetensors", f"checkpoint-12/{MARKER}")):
         running = started(Job, folder, 1, resume=attempt > 0)
-        path = folder / "checkpoints" / moment  # a save that has begun, is half done, has just ended
+        path = folder / "checkpoints" / moment  # a save that is half done, has just ended
         running.wait_for(path.exists)
         running.kill()
         assert ended(running)[0] == -signal.SIGKILL

@@ -198,43 +198,27 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_wandb_with_a_key_is_online_and_receives_everything(
-    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with start(WANDB, tmp_path) as tracker:
-        tracker.log({"loss": 2.5}, 1)
-        tracker.image("grid", tmp_path / "grid.png")
-        tracker.summary({"best": 0.5})
-        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
-    ((run, options),) = runs
-    assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
-    assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
-    assert run.summary["artifact/content_hash"] == "c0ffee"
-    (linked,) = run.artifacts
-    (reference,) = linked.manifest.entries.values()
-    assert reference.ref == (tmp_path / "gate" / "manifest.json").as_uri()
-    assert run.finished
-    assert capsys.readouterr() == ("", "")
-    assert len(metrics_lines(tmp_path)) == 3
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("upload", [True, False])
-def test_artifacts_are_uploaded_on_request_but_models_are_not(
+def test_wandb_with_a_key_is_online_and_artifacts_are_uploaded_on_request(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capfd: pytest.CaptureFixture[str], upload: bool
 ) -> None:
-    model = tmp_path / "model"
+    """But models are not."""
+    model, gate = tmp_path / "model", fake_artifact(tmp_path / "gate")
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"1")
     with start(replace(WANDB, upload=upload), tmp_path) as tracker:
+        tracker.log({"loss": 2.5}, 1)
+        tracker.image("grid", tmp_path / "grid.png")
         tracker.log_artifact(model)
-        tracker.log_artifact(fake_artifact(tmp_path / "gate"))
-    run = runs[0][0]
-    assert run.sent.waited == upload
-    entries = [each.ref for logged in run.artifacts for each in logged.manifest.entries.values()]
-    assert [each is not None for each in entries] == [True, not upload]
+        tracker.log_artifact(gate)
+    ((run, options),) = runs
+    assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
+    assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
+    references = [each.ref for logged in run.artifacts for each in logged.manifest.entries.values()]
+    assert references == [model.joinpath("model.safetensors").as_uri(), None if upload else (gate / "manifest.json").as_uri()]
+    assert (run.sent.waited, run.aliases) == (upload, ["latest", "c0ffee"] if upload else None)
     assert "tensors" not in run.artifacts[1].metadata
-    assert run.aliases == (["latest", "c0ffee"] if upload else None)
+    assert run.finished
     assert capfd.readouterr() == ("", "")
 
 
