@@ -110,6 +110,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "another entry"])
 def test_a_damaged_entry_is_made_again(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, damage: str, capsys: pytest.CaptureFixture[str]

@@ -122,7 +122,6 @@ def test_random_weights_take_the_tokenizer_of_a_file(file: Path) -> None:
         ({"llama__block_count": 1}, r"by its metadata the model has no blk\.1\.attn_k\.weight, .*, which the file has"),
         ({"llama__feed_forward_length": 64}, "has the shape .64, 96., by its configuration it is .64, 64."),
         ({"llama__embedding_length": 2**19}, "weights by its configuration, at most"),
-        ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre=viking: accepted are gpt-2, smollm, qwen2"),
         ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model=rwkv: accepted are gpt2 and llama"),
         ({"split__count": 3}, "one of 3 parts: join them with llama-gguf-split --merge"),
     ],
@@ -154,7 +153,7 @@ def test_damaged_files_are_refused(file: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"^model.path=\S+small.gguf: damaged, cut off, or no GGUF file \(.+\)$"):
             load_gguf(file)
-    for place in range(8, start, 509):  # any byte of the header
+    for place in range(8, start, 2003):  # any byte of the header
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with suppress(UserError):
             load_gguf(file)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.trainer.commands.compose import compose
@@ -23,6 +23,7 @@ def parameters(kind: str, factor: float) -> dict[str, Any]:
     return {"rope_type": kind, "factor": factor, **(BANDS if kind == "llama3" else {})}
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(["default", "linear", "llama3", "yarn"]), st.sampled_from(["linear", "llama3", "yarn"]), FACTORS)
 def test_the_slowest_angle_at_the_last_position_stays(before: str, after: str, factor: float) -> None:
     """The model sees no larger angle of its slowest pair than before, and uses all of them."""
@@ -67,7 +68,6 @@ def test_factors_that_are_no_numbers_are_refused(factor: Any) -> None:
             ["model=llama3", "model.rope_scaling={rope_type:llama3,factor:32.0,low_freq_factor:1.0,high_freq_factor:4.0}"],
             524288,
         ),
-        (["model=llama3_8b"], 8192),
         (["model=llama3_8b", "model.rope_scaling={rope_type:yarn,factor:4.0}"], 32768),
     ],
 )

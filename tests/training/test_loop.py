@@ -191,7 +191,7 @@ def test_adam_adds_weight_decay_to_the_gradient(tmp_path: Path) -> None:
     results: dict[str, list[Tensor]] = {}
     for optimizer in ("adam", "adamw"):
         module = Regression()
-        run(module, tmp_path / optimizer, replace(TRAIN, steps=2), optimizer=optimizer)
+        run(module, tmp_path / optimizer, replace(TRAIN, steps=1), optimizer=optimizer)
         results[optimizer] = weights(module)
     assert not torch.equal(results["adam"][0], results["adamw"][0])
 
