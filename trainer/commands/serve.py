@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from msattn.trainer.serving.sparse import Sparse
     from msattn.trainer.training.tracker import Tracker
 
-EXTRA = ("fastapi", "uvicorn", "prometheus_client")
+EXTRA = ("starlette", "uvicorn", "prometheus_client")
 WAITING_CONNECTIONS = 1024
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -108,9 +108,9 @@ def server(
     ------
     UserError : the model cannot be served, or memory is too small for the KV cache.
     """
-    from msattn.trainer.serving.http.app import Guard, Service, build_app
+    from msattn.trainer.serving.http.app import Guard, Service
     from msattn.trainer.serving.http.engine import Engine
-    from msattn.trainer.serving.http.metrics_log import logged
+    from msattn.trainer.serving.http.metrics import logged
     from msattn.trainer.serving.http.supervisor import Supervisor
 
     engine = Engine(loaded, cfg, sparse)
@@ -118,7 +118,7 @@ def server(
     try:
         max_body = int(cfg.server.max_body_mb * 2**20)
         service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
-        guard = Guard(build_app(service), service, api_key)
+        guard = Guard(service.app(), service.metrics, api_key)
         with logged(service.metrics, tracker):
             yield engine, Supervisor(guard, engine, drain_s=cfg.server.drain_s)
     finally:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer.config import TrackerConfig
-from msattn.trainer.serving.http.metrics import Metrics
-from msattn.trainer.serving.http.metrics_log import logged
+from msattn.trainer.serving.http.metrics import Metrics, logged
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
 from tests.serving.http.running import configuration, eventually, running, small_loaded

@@ -1,37 +1,38 @@
-"""The routes of the server, as an ASGI application."""
+"""The routes of the server, as an ASGI application. Needs the extra ``serve``."""
 
 import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
-from msattn.trainer.serving.http.answers import AnswerForm, event, usage
-from msattn.trainer.serving.http.bodies import Call, read_call
-from msattn.trainer.serving.http.engine import Engine, Generation, Sampling
-from msattn.trainer.serving.http.errors import ApiError
+from msattn.trainer.serving.http.answers import AnswerForm, ApiError, event
+from msattn.trainer.serving.http.bodies import Body, ChatBody, CompletionBody, read_body
+from msattn.trainer.serving.http.engine import Engine, Generation
 from msattn.trainer.serving.http.metrics import Metrics
-from msattn.trainer.serving.http.prompts import PromptEncoder
-from msattn.trainer.serving.http.text import StopStrings, TokenText
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
+from msattn.trainer.serving.http.text import PromptEncoder, StopStrings, TokenText
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
 OPEN = ("/health",)  # paths that need no key
 QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Service:
-    """Answers requests with one engine.
+    """The routes, which answer requests with one engine.
 
     Parameters
     ----------
@@ -41,44 +42,74 @@ class Service:
     """
 
     def __init__(self, engine: Engine, *, model: str, default_tokens: int, max_body: int) -> None:
-        self.engine, self.model, self.metrics = engine, model, Metrics(engine)
-        self._default_tokens, self._max_body = default_tokens, max_body
-        self._created = int(time.time())
-        loaded = engine.loaded
-        vocabulary = text_config(loaded.model.config).vocab_size
-        self._encoder = PromptEncoder(loaded.tokenizer, longest=engine.longest, vocabulary=vocabulary)
-        self._encoding = ThreadPoolExecutor(1, "msattn-tokenizer")  # tokenizers are not for several threads at once
-        self._watchers: set[asyncio.Task[None]] = set()
+        self.metrics = Metrics(engine)
+        self._engine, self._model, self._max_body = engine, model, max_body
+        self._about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "msattn"}
+        vocabulary = text_config(engine.loaded.model.config).vocab_size
+        self._encoder = PromptEncoder(
+            engine.loaded.tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=default_tokens
+        )
+        self._encoding = asyncio.Lock()  # tokenizers are not for several threads at once
 
-    async def complete(self, request: "Request", *, chat: bool) -> "Response":
+    def app(self) -> Starlette:
+        """Returns the routes as an application, in which each error is an object of OpenAI's form."""
+        return Starlette(
+            routes=[
+                Route("/v1/completions", partial(self.complete, kind=CompletionBody), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self.complete, kind=ChatBody), methods=["POST"]),
+                Route("/v1/models", self.list_models),
+                Route("/v1/models/{name:path}", self.show_model),
+                Route("/health", self.show_health),
+                Route("/metrics", self.show_metrics),
+            ],
+            exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
+        )
+
+    async def list_models(self, request: Request) -> Response:
+        """Answers with the models: there is one."""
+        return JSONResponse({"object": "list", "data": [self._about]})
+
+    async def show_model(self, request: Request) -> Response:
+        """Answers with the model of a name."""
+        name = request.path_params["name"]
+        if name != self._model:
+            raise ApiError(404, f"{shown(name)}: no such model; this server has {self._model}", code="model_not_found")
+        return JSONResponse(self._about)
+
+    async def show_health(self, request: Request) -> Response:
+        """Answers 200 while requests are accepted."""
+        state = "failed" if self._engine.fault is not None else "draining" if self._engine.draining else "ok"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Answers with the metrics."""
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def complete(self, request: Request, kind: type[Body]) -> Response:
         """Answers a request for a completion, at once or as a stream.
 
         Raises
         ------
         ApiError : the request is refused, or failed before its stream began.
         """
-        from fastapi.responses import JSONResponse, StreamingResponse
-
-        with self.engine.arrival():
-            data, loop = await self._body(request), asyncio.get_running_loop()
-            call, prompt, max_tokens = await loop.run_in_executor(self._encoding, self._read, data, chat)
-            generation = self.engine.submit(prompt, max_tokens, self._sampling(call))
+        with self._engine.arrival():
+            data = await self._receive(request)
+            gone = request.state.gone = asyncio.create_task(_until_gone(request))  # the event loop keeps weak references alone
+            async with self._encoding:
+                if gone.done():
+                    raise ApiError(400, "the client has left before its prompt was encoded")
+                body, prompt, new_tokens = await asyncio.to_thread(self._read, data, kind)
+            generation = self._engine.submit(prompt, new_tokens, body.temperature, body.top_p)
         request.state.generation = generation
-        watcher = asyncio.create_task(_end_with_client(request, generation))
-        self._watchers.add(watcher)  # the event loop keeps weak references alone
-        watcher.add_done_callback(self._watchers.discard)
-        form = AnswerForm(self.model, chat=chat)
-        if call.stream:
-            return StreamingResponse(self._events(form, call, generation), media_type="text/event-stream")
-        text = "".join([piece async for piece in self._text(call, generation)])
-        return JSONResponse(form.whole(text, str(generation.outcome), _usage(generation)))
+        gone.add_done_callback(lambda _: generation.end("cancelled"))  # without effect after its end
+        form = AnswerForm(self._model, chat=kind is ChatBody)
+        if body.stream:
+            return StreamingResponse(self._events(form, body, generation), media_type="text/event-stream")
+        text = "".join([piece async for piece in self._text(body, generation)])
+        return JSONResponse(form.whole(text, str(generation.outcome), generation.usage))
 
-    def _read(self, data: bytes, chat: bool) -> tuple[Call, list[int], int]:
-        """Returns what a body asks for, its prompt as tokens, and the number of new ones."""
-        call = read_call(data, chat=chat, model=self.model)
-        return call, *self._encoder.encode(call.prompt, call.max_tokens, self._default_tokens)
-
-    async def _body(self, request: "Request") -> bytes:
+    async def _receive(self, request: Request) -> bytearray:
         """Returns the body of a request.
 
         Raises
@@ -91,31 +122,27 @@ class Service:
         too_large = ApiError(413, f"the body exceeds {self._max_body} bytes (server.max_body_mb)", code="body_too_large")
         if int(request.headers.get("content-length", "0")) > self._max_body:  # the HTTP parser has checked the number
             raise too_large
-        body, more = bytearray(), True
+        body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    part = await request.receive()
-                    if part["type"] == "http.disconnect":
-                        raise ApiError(400, "the client has left before its body was complete")
-                    body += part.get("body", b"")
-                    more = part.get("more_body", False)
+            async with asyncio.timeout(BODY_SECONDS), aclosing(request.stream()) as parts:
+                async for part in parts:
+                    body += part
                     if len(body) > self._max_body:
                         raise too_large
+        except ClientDisconnect as error:
+            raise ApiError(400, "the client has left before its body was complete") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
-        return bytes(body)
+        return body
 
-    def _sampling(self, call: Call) -> Sampling:
-        default = self.engine.default
-        return Sampling(
-            temperature=default.temperature if call.temperature is None else call.temperature,
-            top_p=default.top_p if call.top_p is None else call.top_p,
-        )
+    def _read(self, data: bytearray, kind: type[Body]) -> tuple[Body, list[int], int]:
+        """Returns what a body asks for, its prompt as tokens, and the number of new ones."""
+        body = read_body(data, kind, self._model)
+        return body, *self._encoder.encode(body)
 
-    async def _text(self, call: Call, generation: Generation) -> AsyncIterator[str]:
+    async def _text(self, body: Body, generation: Generation) -> AsyncIterator[str]:
         """Yields the text of an answer piece by piece, up to a stop string, and ends the request."""
-        text, stop = TokenText(self.engine.loaded.tokenizer), StopStrings(call.stop)
+        text, stop = TokenText(self._engine.loaded.tokenizer), StopStrings(body.stop)
         try:
             async for tokens in generation.pieces():
                 if piece := stop.push(text.push(tokens)):
@@ -128,96 +155,43 @@ class Service:
         finally:
             generation.end("cancelled")
 
-    async def _events(self, form: AnswerForm, call: Call, generation: Generation) -> AsyncIterator[bytes]:
+    async def _events(self, form: AnswerForm, body: Body, generation: Generation) -> AsyncIterator[bytes]:
         """Yields the events of a stream. A failure is an event, too, as the status is sent already."""
         try:
-            if call.chat:
+            if isinstance(body, ChatBody):
                 yield event(form.piece(None))
-            async for piece in self._text(call, generation):
+            async for piece in self._text(body, generation):
                 yield event(form.piece(piece))
             yield event(form.piece(None, str(generation.outcome)))
-            if call.include_usage:
-                yield event(form.usage(_usage(generation)))
+            if body.include_usage:
+                yield event(form.usage(generation.usage))
             yield event("[DONE]")
         except ApiError as error:
             yield event(error.body)
 
-    def models(self) -> list[dict[str, Any]]:
-        """Returns the objects of the models: there is one."""
-        return [{"id": self.model, "object": "model", "created": self._created, "owned_by": "msattn"}]
 
-    def health(self) -> tuple[int, dict[str, str]]:
-        """Returns the status and the object of ``/health``."""
-        if self.engine.fault is not None:
-            return 503, {"status": "failed"}
-        return (503, {"status": "draining"}) if self.engine.draining else (200, {"status": "ok"})
-
-
-def _usage(generation: Generation) -> dict[str, int]:
-    return usage(generation.prompt_tokens, len(generation.tokens))
-
-
-async def _end_with_client(request: "Request", generation: Generation) -> None:
-    """Cancels a request when its client disconnects; returns when the answer is sent."""
+async def _until_gone(request: Request) -> None:
+    """Returns when the client has disconnected, or its answer is sent."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.end("cancelled")
 
 
-def build_app(service: Service) -> "FastAPI":
-    """Returns the routes of ``service``."""
-    from fastapi import FastAPI, HTTPException, Request, Response
-    from fastapi.responses import JSONResponse
+async def _refuse(request: Request, error: Any) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
-    @app.exception_handler(ApiError)
-    async def refuse(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
+async def _refuse_path(request: Request, error: Any) -> Response:
+    problem = ApiError(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
+    return JSONResponse(problem.body, error.status_code, error.headers)
 
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> Response:  # which is raised once more, and logged by Guard
-        return JSONResponse(ApiError(500, "the server failed").body, 500)
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def refuse_path(request: Request, error: HTTPException) -> Response:
-        problem = ApiError(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
-        return JSONResponse(problem.body, error.status_code, error.headers)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await service.complete(request, chat=False)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await service.complete(request, chat=True)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": service.models()})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        found = next((each for each in service.models() if each["id"] == name), None)
-        if found is None:
-            raise ApiError(404, f"{shown(name)}: no such model; this server has {service.model}", code="model_not_found")
-        return JSONResponse(found)
-
-    @app.get("/health")
-    async def health() -> Response:
-        status, body = service.health()
-        return JSONResponse(body, status)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await asyncio.to_thread(service.metrics.text), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
+async def _fail(request: Request, error: Exception) -> Response:
+    """Answers after a fault of this server, without details; it is raised once more, and logged by Guard."""
+    return await _refuse(request, ApiError(500, "the server failed"))
 
 
 class Guard:
-    """Checks the key of each request, counts it, writes its line to the log, and answers what no route expects.
+    """Checks the key of each request, counts it, and writes its line to the log.
 
     Parameters
     ----------
@@ -225,61 +199,47 @@ class Guard:
     api_key : the key that requests must bring; None accepts all.
     """
 
-    def __init__(self, app: Any, service: Service, api_key: str | None) -> None:
-        self._app, self._service, self._api_key = app, service, api_key
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
+        self._app, self._metrics, self._api_key = app, metrics, api_key
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status = time.monotonic(), 0
+        where = f"{shown(scope['method'])} {shown(scope['path'])}"
 
-        async def note(message: MutableMapping[str, Any]) -> None:
+        async def note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._answer(scope, receive, note)
-        except Exception as error:  # a fault of this server; the client gets no details
-            LOG.error("%s: %s: %s", _where(scope), type(error).__name__, first_line(error))
+            if scope["path"] in OPEN or self._has_key(scope):
+                await self._app(scope, receive, note)
+            else:
+                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+                error = ApiError(401, message, code="invalid_api_key")
+                await JSONResponse(error.body, error.status)(scope, receive, note)
+        except Exception as error:  # a fault of this server, which has been answered
+            LOG.error("%s: %s: %s", where, type(error).__name__, first_line(error))
         finally:
-            self._finish(scope, status, time.monotonic() - began)
+            about = self._count(scope, status)
+            if scope["path"] not in QUIET:
+                LOG.info("%s %s, %.3f s%s", where, status or "disconnected", time.monotonic() - began, about)
 
-    async def _answer(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        if scope["path"] not in OPEN and not self._has_key(scope):
-            problem = ApiError(
-                401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
-            )
-            await _send_error(problem, scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _has_key(self, scope: dict[str, Any]) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         if self._api_key is None:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         return hmac.compare_digest(given, b"Bearer " + self._api_key.encode())
 
-    def _finish(self, scope: dict[str, Any], status: int, seconds: float) -> None:
+    def _count(self, scope: Scope, status: int) -> str:
+        """Counts a request that has been answered, and returns its numbers for the log."""
         generation: Generation | None = scope.get("state", {}).get("generation")
-        about = ""
-        if generation is not None:
-            generation.end("cancelled")  # without effect unless the answer was cut short
-            self._service.metrics.ended(generation)
-            first = "none" if generation.first_token is None else f"{generation.first_token - generation.started:.3f} s"
-            about = f", {generation.prompt_tokens} + {len(generation.tokens)} tokens, first {first}, {generation.outcome}"
-        elif status >= 400 and scope["method"] == "POST":
-            self._service.metrics.refused()
-        if scope["path"] not in QUIET:
-            LOG.info("%s %s, %.3f s%s", _where(scope), status or "disconnected", seconds, about)
-
-
-async def _send_error(error: ApiError, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-    from fastapi.responses import JSONResponse
-
-    await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-
-
-def _where(scope: dict[str, Any]) -> str:
-    return f"{shown(scope['method'])} {shown(scope['path'])}"
+        if generation is None:
+            if status >= 400 and scope["method"] == "POST":
+                self._metrics.refused()
+            return ""
+        generation.end("cancelled")  # without effect unless the answer was cut short
+        self._metrics.ended(generation)
+        first = "none" if generation.first_token is None else f"{generation.first_token - generation.started:.3f} s"
+        return f", {generation.prompt_tokens} + {len(generation.tokens)} tokens, first {first}, {generation.outcome}"

@@ -1,14 +1,21 @@
 """The bodies of requests: what is accepted, and errors that name what is not."""
 
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from msattn.trainer.config.text_files import is_unicode
 from msattn.trainer.config.values import shown
-from msattn.trainer.serving.http.errors import ApiError, bad_value
+from msattn.trainer.serving.http.answers import ApiError
 
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
@@ -20,26 +27,14 @@ Count = Annotated[int, Field(ge=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-@dataclass(frozen=True)
-class PromptParameter:
-    """Text, messages or tokens; ``param`` is the parameter that they came in."""
-
-    param: str
-    text: str | None = None
-    messages: list[dict[str, str]] | None = None
-    tokens: list[int] | None = None
-
-
-def _read_prompt(given: Any) -> PromptParameter:
+def _one_prompt(given: Any) -> str | list[int]:
     """Returns the prompt of a completion: text, tokens, or a list of one of these."""
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
         (given,) = given
     if given in ("", []):
         raise ValueError("it is empty; give some text")
-    if isinstance(given, str):
-        return PromptParameter("prompt", text=given)
-    if isinstance(given, list) and all(type(token) is int and token >= 0 for token in given):
-        return PromptParameter("prompt", tokens=given)
+    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)):
+        return given
     raise ValueError("accepted is one text, or one list of tokens")
 
 
@@ -98,11 +93,37 @@ class Body(Strict):
     presence_penalty: Zero | None = 0
     frequency_penalty: Zero | None = 0
 
+    @field_validator("seed")
+    @classmethod
+    def _only_without_sampling(cls, seed: int | None, info: ValidationInfo) -> int | None:
+        if seed is not None and info.data.get("temperature") != 0:
+            raise ValueError(
+                "one stream of random numbers serves all requests; leave it out, or give temperature=0, which needs none"
+            )
+        return seed
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_in_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise ValueError("accepted only with stream=true")
+        return options
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The greatest number of new tokens; None stands for the server's default."""
+        return self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class CompletionBody(Body):
     """The body of ``/v1/completions``. A prompt may be a list of one prompt."""
 
-    prompt: Annotated[Any, PlainValidator(_read_prompt)]
+    prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
     best_of: One | None = 1
     echo: Literal[False] | None = False
 
@@ -114,102 +135,50 @@ class ChatBody(Body):
     max_completion_tokens: Count | None = None
     logprobs: Literal[False] | None = False
 
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _only_one_limit(cls, tokens: int | None, info: ValidationInfo) -> int | None:
+        if tokens is not None and info.data.get("max_tokens") is not None:
+            raise ValueError("max_tokens is given too; give one of the two")
+        return tokens
 
-@dataclass(frozen=True)
-class Call:
-    """The parameters of a request. ``max_tokens``, ``temperature`` and ``top_p`` are None if the server's defaults apply."""
-
-    prompt: PromptParameter
-    chat: bool
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    stop: list[str]
-    stream: bool
-    include_usage: bool
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
-def read_call(data: bytes, *, chat: bool, model: str) -> Call:
+def read_body(data: bytes | bytearray, kind: type[Body], model: str) -> Body:
     """Returns what the body ``data`` asks for.
 
     Parameters
     ----------
-    chat : the request is one to ``/v1/chat/completions``.
     model : the name of the model that is served.
 
     Raises
     ------
     ApiError : the body is not JSON in UTF-8, asks for another model, or a parameter is unknown, unsupported, missing, of
-        another type or out of range; the message names it.
+        another type or out of range; the message names the first one.
     """
-    parsed = _parse(data)
-    name = parsed.get("model")
-    if isinstance(name, str) and name != model:
-        raise ApiError(
-            404, f"model={shown(name)}: no such model; this server has {model}", param="model", code="model_not_found"
-        )
     try:
-        body: Any = (ChatBody if chat else CompletionBody).model_validate(parsed)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
         raise _named(error) from error
-    if body.seed is not None and body.temperature != 0:
-        raise bad_value(
-            "seed",
-            "seed: one stream of random numbers serves all requests; leave it out, or give temperature=0, which needs none",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise bad_value("stream_options", "stream_options: accepted only with stream=true")
-    max_tokens = body.max_tokens
-    if chat and body.max_completion_tokens is not None:
-        if max_tokens is not None:
-            raise bad_value("max_tokens", "max_tokens: max_completion_tokens is given too; give one of the two")
-        max_tokens = body.max_completion_tokens
-    return Call(
-        prompt=PromptParameter("messages", messages=[each.plain() for each in body.messages]) if chat else body.prompt,
-        chat=chat,
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        stop=body.stop,
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
-    )
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise bad_value(None, "the body is not UTF-8") from error
-    try:
-        parsed = json.loads(text)
-        is_text = _is_unicode(parsed)
-    except (ValueError, RecursionError) as error:  # a ValueError also for a number of thousands of digits
-        raise bad_value(None, "the body is not JSON, or nested too deeply") from error
-    if not isinstance(parsed, dict):
-        raise bad_value(None, "the body is not a JSON object")
-    if not is_text:
-        raise bad_value(None, "the body holds half of a surrogate pair, which is no text")
-    return parsed
-
-
-def _is_unicode(value: Any) -> bool:
-    """Returns False if a text in ``value`` has a code point that UTF-8 lacks, which JSON can write as an escape."""
-    if isinstance(value, str):
-        return is_unicode(value)
-    if isinstance(value, dict):
-        return all(map(_is_unicode, [*value, *value.values()]))
-    return all(map(_is_unicode, value)) if isinstance(value, list) else True
+    if body.model != model:
+        message = f"model={shown(body.model)}: no such model; this server has {model}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return body
 
 
 def _named(error: ValidationError) -> ApiError:
     """Returns the error for the first parameter that is not accepted."""
     first = error.errors(include_url=False)[0]
-    where = shown(".".join(map(str, first["loc"])))
+    where = shown(".".join(map(str, first["loc"]))) or None
     if first["type"] == "extra_forbidden":
-        return bad_value(where, f"{where}: this parameter is not supported; leave it out", code="unsupported_parameter")
-    if first["type"] == "missing":
-        return bad_value(where, f"{where}: this parameter is missing", code="missing_parameter")
-    value = f"={json.dumps(first['input'])}" if isinstance(first["input"], bool | int | float | None) else ""
-    reason = first["msg"].removeprefix("Value error, ")
-    return bad_value(where, f"{shown(where + value)}: {reason[0].lower()}{reason[1:]}")
+        message, code = f"{where}: this parameter is not supported; leave it out", "unsupported_parameter"
+    elif first["type"] == "missing":
+        message, code = f"{where}: this parameter is missing", "missing_parameter"
+    else:
+        value = f"={json.dumps(first['input'])}" if isinstance(first["input"], bool | int | float | None) else ""
+        reason = first["msg"].removeprefix("Value error, ")
+        message, code = f"{shown((where or 'the body') + value)}: {reason[0].lower()}{reason[1:]}", None
+    return ApiError(400, message, param=where, code=code)

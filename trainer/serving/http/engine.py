@@ -7,14 +7,13 @@ import queue
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.http.answers import ApiError
 from msattn.trainer.serving.http.cache import batching_config, longest_request, pages_of, too_small
-from msattn.trainer.serving.http.errors import OVERLOADED, ApiError, unavailable
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -35,19 +34,6 @@ class Pages(NamedTuple):
     used: int
     cached: int
     total: int
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The choice of tokens of a request: a temperature below :data:`GREEDY_BELOW` takes the likeliest one."""
-
-    temperature: float
-    top_p: float
-
-    @property
-    def arguments(self) -> dict[str, float]:
-        """The arguments of the manager's processors."""
-        return GREEDY if self.temperature < GREEDY_BELOW else {"temperature": self.temperature, "top_p": self.top_p}
 
 
 class Generation:
@@ -95,6 +81,12 @@ class Generation:
                 raise item
             yield item
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """The numbers of tokens, as OpenAI's API counts them."""
+        new = len(self.tokens)
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new, "total_tokens": self.prompt_tokens + new}
+
     def fail(self, *, running: bool = True) -> None:
         """Ends the request after a failure of the server."""
         if self.outcome is None:
@@ -120,7 +112,6 @@ class Engine:
     Attributes
     ----------
     longest : tokens of the longest request, prompt and answer together.
-    default : the sampling of requests that give none: that of the model's generation_config.json, or temperature 1.
     draining : no new request is accepted.
     """
 
@@ -134,8 +125,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
-        temperature, top_p = (own.temperature, own.top_p) if sampled else (None, None)
-        self.default = Sampling(float(temperature or 1), float(top_p or 1))  # the manager refuses an integer, as 1 in JSON
+        self._temperature, self._top_p = (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
         self._manager = self._create_manager()
 
     def _create_manager(self) -> Any:
@@ -210,7 +200,7 @@ class Engine:
         self._check_runs()
         most = self._cfg.server.max_waiting
         if self._arriving + self.waiting >= most:
-            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full", headers=OVERLOADED)
+            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full")
         self._arriving += 1
         try:
             yield
@@ -220,12 +210,16 @@ class Engine:
     def _check_runs(self) -> None:
         """Raises ApiError if the server stops or has failed."""
         if self.draining:
-            raise unavailable("the server is shutting down")
+            raise ApiError(503, "the server is shutting down", code="unavailable")
         if self.fault is not None:
-            raise unavailable("the server has failed and is ending")
+            raise ApiError(503, "the server has failed and is ending", code="unavailable")
 
-    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Generation:
+    def submit(self, prompt: list[int], max_tokens: int, temperature: float | None, top_p: float | None) -> Generation:
         """Begins a request.
+
+        Parameters
+        ----------
+        temperature, top_p : None stands for those of the model's generation_config.json, or 1.
 
         Raises
         ------
@@ -242,12 +236,18 @@ class Engine:
             max_new_tokens=max_tokens,
             streaming=True,
             eos_token_id=sorted(self._ends) or -1,
-            **sampling.arguments,
+            **self._sampling(temperature, top_p),
         )
         if added is None:  # the thread has ended since the check
             generation.end("failed")
-            raise unavailable("the server has failed and is ending")
+            raise ApiError(503, "the server has failed and is ending", code="unavailable")
         return generation
+
+    def _sampling(self, temperature: float | None, top_p: float | None) -> dict[str, float]:
+        """Returns the arguments of the manager's processors, which refuse integers."""
+        temperature = self._temperature if temperature is None else temperature
+        top_p = self._top_p if top_p is None else top_p
+        return GREEDY if temperature < GREEDY_BELOW else {"temperature": float(temperature), "top_p": float(top_p)}
 
     def close(self, generation: Generation, *, running: bool) -> None:
         """Forgets a request that has ended, and cancels it if it is ``running`` in the manager."""

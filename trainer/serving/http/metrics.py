@@ -1,12 +1,19 @@
-"""Metrics in the text form of Prometheus."""
+"""Metrics in the text form of Prometheus, and in a tracker. Needs the extra ``serve``."""
 
+import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
-if TYPE_CHECKING:
-    from msattn.trainer.serving.http.engine import Engine, Generation
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+from msattn.trainer.serving.http.engine import Engine, Generation
+from msattn.trainer.training.tracker import Tracker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
+LOG_SECONDS = 10.0  # between two logs to a tracker
+END_SECONDS = 5.0  # for the last one; reading the metrics waits for the model's pass
 READS = {
     "sparsity": "Share of the causally visible blocks that prompts did not read, since the start",
     "selectivity": "Share of the visible keys that new tokens read in routed layers, since the start",
@@ -16,9 +23,7 @@ READS = {
 class Metrics:
     """Counts requests, and reads the state of the engine whenever the metrics are read."""
 
-    def __init__(self, engine: "Engine") -> None:
-        from prometheus_client import CollectorRegistry, Counter, Histogram
-
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
         kept: Any = {"registry": self._registry}
@@ -34,7 +39,7 @@ class Metrics:
         """Counts a request that is answered with an error before it begins."""
         self._requests.labels("refused").inc()
 
-    def ended(self, generation: "Generation") -> None:
+    def ended(self, generation: Generation) -> None:
         """Counts a request that began."""
         self._requests.labels(generation.outcome).inc()
         self._prompt_tokens.inc(generation.prompt_tokens)
@@ -46,8 +51,6 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         """Yields the state of the engine, for the registry."""
-        from prometheus_client.core import GaugeMetricFamily
-
         pages = self._engine.pages()
         state = {
             "requests_running": ("Requests with a first token that have not ended", self._engine.running),
@@ -64,6 +67,10 @@ class Metrics:
         """Returns nothing: the registry then asks for no values before the first request for them."""
         return []
 
+    def text(self) -> bytes:
+        """Returns all metrics. It waits for the pass of the model that runs."""
+        return generate_latest(self._registry)
+
     def figures(self) -> dict[str, float]:
         """Returns the metrics as numbers for a tracker, with the means of the histograms. It waits for the pass that runs."""
         samples = [sample for family in self._registry.collect() for sample in family.samples]
@@ -78,8 +85,27 @@ class Metrics:
                 figures[f"{name}_mean"] = total / count
         return figures
 
-    def text(self) -> bytes:
-        """Returns all metrics. It waits for the pass of the model that runs."""
-        from prometheus_client import generate_latest
 
-        return generate_latest(self._registry)
+@contextmanager
+def logged(metrics: Metrics, tracker: Tracker | None, seconds: float = LOG_SECONDS) -> Iterator[None]:
+    """Logs ``metrics`` every ``seconds`` seconds in which they change, and at the end. Does nothing without a tracker."""
+    if tracker is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def log_changes() -> None:
+        step, last, is_end = 0, {}, False
+        while not is_end:
+            is_end = ended.wait(seconds)
+            if (figures := metrics.figures()) != last:
+                tracker.log(figures, step)
+                step, last = step + 1, figures
+
+    thread = threading.Thread(target=log_changes, name="msattn-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(END_SECONDS)

@@ -1,4 +1,4 @@
-"""The life of a server: it listens until a signal or a fault ends it."""
+"""The life of a server: it listens until a signal or a fault ends it. Needs the extra ``serve``."""
 
 import socket
 import threading
@@ -6,6 +6,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
+
+import uvicorn
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, UserError, print_once
@@ -48,8 +50,6 @@ class Supervisor:
     """
 
     def __init__(self, app: Any, engine: Engine, *, drain_s: float) -> None:
-        import uvicorn
-
         # Errors and accesses have lines of their own; a client that sends no HTTP needs none.
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", http="h11", ws="none",

@@ -1,12 +1,72 @@
-"""New tokens as text, piece by piece, up to a stop string."""
+"""Prompts as tokens, and new tokens as text, piece by piece, up to a stop string."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from msattn.trainer.errors import first_line
+from msattn.trainer.serving.http.answers import ApiError
+from msattn.trainer.serving.http.bodies import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
+
+
+class PromptEncoder:
+    """Encodes the prompts of one model.
+
+    Chat templates run in this process. Other commands fork it for each message, but a server has threads, and may have hundreds
+    of gigabytes mapped; ``msattn serve`` renders a first message that way before it starts.
+
+    Parameters
+    ----------
+    longest : tokens of a request, prompt and answer together.
+    vocabulary : number of tokens that the model knows.
+    new_tokens : number of new tokens of a request that does not give one, if the prompt leaves as many.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, longest: int, vocabulary: int, new_tokens: int) -> None:
+        self._tokenizer = cast("Any", tokenizer)
+        self._longest, self._vocabulary, self._new_tokens = longest, vocabulary, new_tokens
+
+    def encode(self, body: Body) -> tuple[list[int], int]:
+        """Returns the tokens of the prompt, and the number of new tokens.
+
+        Raises
+        ------
+        ApiError : the prompt has no token, an unknown one or too many, or the chat template refuses the messages.
+        """
+        param, asked = "messages" if isinstance(body, ChatBody) else "prompt", body.new_tokens
+        try:
+            tokens = self._tokens(body)
+        except ApiError:
+            raise
+        except Exception as error:  # whatever a template or a tokenizer raises for a text of the client
+            raise ApiError(400, f"{param}: the model's tokenizer refuses it ({first_line(error)})", param=param) from error
+        if not tokens:
+            raise ApiError(400, f"{param}: no token is left of it; give some text", param=param)
+        left = self._longest - len(tokens)
+        if left < (asked or 1):
+            given, lower = ("", "") if asked is None else (f" and max_tokens={asked}", " or lower max_tokens")
+            message = f"{param}: {len(tokens)} tokens{given} exceed the {self._longest} tokens of a request; shorten the prompt"
+            raise ApiError(400, message + lower, param=param, code="context_length_exceeded")
+        return tokens, min(self._new_tokens, left) if asked is None else asked
+
+    def _tokens(self, body: Body) -> list[int]:
+        if isinstance(body, ChatBody):
+            if self._tokenizer.chat_template is None:
+                message = "messages: the model has no chat template; send a prompt to /v1/completions"
+                raise ApiError(400, message, param="messages")
+            messages = [message.plain() for message in body.messages]
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        prompt = cast("CompletionBody", body).prompt
+        if isinstance(prompt, str):
+            return list(self._tokenizer(prompt).input_ids)
+        if unknown := next((token for token in prompt if token >= self._vocabulary), None):
+            raise ApiError(400, f"prompt: token {unknown} is none of the {self._vocabulary} of the model", param="prompt")
+        return prompt
 
 
 class TokenText:
