@@ -29,7 +29,7 @@ class Command:
     @property
     def trains(self) -> bool:
         """True if the job writes an artifact or a trained model."""
-        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.ServingConfig)
+        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.AttachConfig)
 
     @property
     def resumes(self) -> bool:

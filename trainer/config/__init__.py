@@ -8,6 +8,7 @@ from msattn.trainer.config.bench import PEERS, BenchConfig
 from msattn.trainer.config.commands import (
     AnswerConfig,
     ArtifactsConfig,
+    AttachConfig,
     BenchRunConfig,
     EvalRunConfig,
     FinetuneConfig,
@@ -17,7 +18,7 @@ from msattn.trainer.config.commands import (
     NamedConfig,
     RunConfig,
     ServeConfig,
-    ServingConfig,
+    ServerLimits,
     TrainGateConfig,
     TrainMtaConfig,
     TrainQModelConfig,
@@ -53,7 +54,6 @@ from msattn.trainer.config.select import (
     TokenBudgetConfig,
     TopKConfig,
 )
-from msattn.trainer.config.serve import ServerConfig
 from msattn.trainer.config.train import (
     LOSSES,
     POOLINGS,
@@ -81,6 +81,7 @@ __all__ = [
     "AnalysisConfig",
     "AnswerConfig",
     "ArtifactsConfig",
+    "AttachConfig",
     "BenchConfig",
     "BenchRunConfig",
     "CalibratedConfig",
@@ -113,8 +114,7 @@ __all__ = [
     "RunConfig",
     "SelectConfig",
     "ServeConfig",
-    "ServerConfig",
-    "ServingConfig",
+    "ServerLimits",
     "SparsityConfig",
     "ThresholdConfig",
     "ThroughputConfig",

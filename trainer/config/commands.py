@@ -11,7 +11,6 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
-from msattn.trainer.config.serve import ServerConfig
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -259,7 +258,7 @@ class FinetuneConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingConfig(RunConfig):
+class AttachConfig(RunConfig):
     """Keys of the commands that attach artifacts to a model.
 
     Attributes
@@ -297,7 +296,7 @@ class ServingConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRunConfig(ServingConfig):
+class EvalRunConfig(AttachConfig):
     """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone.
 
     Attributes
@@ -317,12 +316,12 @@ class EvalRunConfig(ServingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerConfig(ServingConfig):
+class AnswerConfig(AttachConfig):
     """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens.
 
     Attributes
     ----------
-    keys : as for :class:`ServingConfig` or, with decode gates, a whole number of keys from 1 on.
+    keys : as for :class:`AttachConfig` or, with decode gates, a whole number of keys from 1 on.
     threshold : instead of ``probes`` or ``keys``, probability from which decode gates read a block.
     """
 
@@ -360,6 +359,35 @@ class GenerateConfig(AnswerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """``server.*``: memory of the KV cache, and limits of requests.
+
+    Attributes
+    ----------
+    page_size : tokens of a page of the cache.
+    pages : pages of the cache; None stands for what memory holds on a GPU, and for eight of the longest requests on a CPU.
+    batch_tokens : tokens that one pass of the model computes at most; longer prompts take several passes.
+    max_length : tokens of a request, prompt and answer together; None stands for the model's positions.
+    max_running : requests that one pass of the model computes at most.
+    max_waiting : requests without a first token; a further one is refused.
+    max_body_mb : size of a request's body in megabytes.
+    drain_s : seconds that running requests have to finish after Ctrl-C or SIGTERM.
+    """
+
+    page_size: int = field(default=256, metadata=within("[16, 4096]"))
+    pages: int | None = field(default=None, metadata=within("[1, 1e9]"))
+    batch_tokens: int | None = field(default=None, metadata=within("[1, 1e6]"))
+    max_length: int | None = field(default=None, metadata=within("[2, 1e9]"))
+    max_running: int = field(default=256, metadata=within("[1, 1e5]"))
+    max_waiting: int = field(default=1024, metadata=within("[1, 1e6]"))
+    max_body_mb: float = field(default=16.0, metadata=within("(0, 1024]"))
+    drain_s: float = field(default=30.0, metadata=within("[0, 3600]"))
+
+    def __post_init__(self) -> None:
+        check(self, "server.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig(AnswerConfig):
     """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one.
 
@@ -368,7 +396,7 @@ class ServeConfig(AnswerConfig):
     dense : serve the model without artifacts.
     """
 
-    server: ServerConfig
+    server: ServerLimits
     dense: bool = False
 
     def __post_init__(self) -> None:

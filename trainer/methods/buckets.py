@@ -55,7 +55,7 @@ LayerIndex = Annotated[int, Interval(ge=0, lt=10_000)]
 
 
 @dataclass(frozen=True)
-class ServingNumbers:
+class DecodeDefaults:
     """Schema of the result of :func:`serving` in a manifest."""
 
     probes: Annotated[int, Ge(0)] = 0
@@ -70,7 +70,7 @@ class RouterDetails:
 
     layers: list[LayerIndex]
     rope: bool
-    serving: ServingNumbers = field(default_factory=ServingNumbers)
+    serving: DecodeDefaults = field(default_factory=DecodeDefaults)
     residual: bool = False
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import ServingNumbers
+from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.artifact import GateArtifact
 from msattn.trainer.methods.gate.attn_gate import AttnGate
 from msattn.trainer.methods.key_thresholds import Thresholds
@@ -41,7 +41,7 @@ class DecodeGateDetails:
     gate: GateConfig
     num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
     thresholds: Thresholds | None = None
-    serving: ServingNumbers = field(default_factory=ServingNumbers)
+    serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
 class DecodeGate(PageRouter, GateArtifact):

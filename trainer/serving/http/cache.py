@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msattn.trainer.config import ServerConfig
+from msattn.trainer.config import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
@@ -19,7 +19,7 @@ BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
 REQUESTS_ON_CPU = 8  # of the greatest length, for which a CPU's cache has room
 
 
-def longest_request(model: "PreTrainedModel", cfg: ServerConfig) -> int:
+def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
     """Returns the tokens of the longest request that is accepted, prompt and answer together.
 
     Raises
@@ -36,7 +36,7 @@ def longest_request(model: "PreTrainedModel", cfg: ServerConfig) -> int:
 
 
 def batching_config(
-    model: "PreTrainedModel", cfg: ServerConfig, sparse: "Sparse | None", *, seed: int
+    model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None", *, seed: int
 ) -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.
 
@@ -74,12 +74,12 @@ def batching_config(
     )
 
 
-def pages_of(tokens: int, cfg: ServerConfig) -> int:
+def pages_of(tokens: int, cfg: ServerLimits) -> int:
     """Returns the pages that a request takes at most; the manager allots them in groups, so one more than its tokens fill."""
     return math.ceil(tokens / cfg.page_size) + 1
 
 
-def too_small(model: "PreTrainedModel", cfg: ServerConfig, free: int) -> UserError:
+def too_small(model: "PreTrainedModel", cfg: ServerLimits, free: int) -> UserError:
     """Returns the error for a cache that cannot hold the longest request in ``free`` bytes."""
     longest, size = longest_request(model, cfg), _bytes_of_page(model, cfg)
     fits = max(0, free // size - 1) * cfg.page_size
@@ -89,7 +89,7 @@ def too_small(model: "PreTrainedModel", cfg: ServerConfig, free: int) -> UserErr
     )
 
 
-def _bytes_of_page(model: "PreTrainedModel", cfg: ServerConfig) -> int:
+def _bytes_of_page(model: "PreTrainedModel", cfg: ServerLimits) -> int:
     config: Any = model.config
     numbers = 2 * num_layers(config) * num_kv_heads(config) * head_dim(config)
     return numbers * torch.empty((), dtype=model.dtype).element_size() * cfg.page_size

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.buckets import ServingNumbers
+from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.attn_gate import AttnGate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official.files import POOLING, check_family, read_weights, rotation_factor
@@ -109,13 +109,13 @@ def _read_keys(files: ModelFiles) -> tuple[Keys, GateConfig]:
     return keys, cfg
 
 
-def _serving(keys: Keys, gate: DecodeGate, files: ModelFiles) -> ServingNumbers:
+def _serving(keys: Keys, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
     """Returns how the gates are served there: a budget of tokens, besides the last block, in the layers from one on."""
     dense = keys.seerattn_start_layer
     if dense >= len(gate.layers):
         raise UserError(f"{files.name}: config.json: seerattn_start_layer={dense}: the model has {len(gate.layers)} layers")
     probes = max(keys.seerattn_token_budget // gate.page_size, 1)
-    return ServingNumbers(min(probes, gate.num_buckets), gate.page_size, dense_layers=list(range(dense)))
+    return DecodeDefaults(min(probes, gate.num_buckets), gate.page_size, dense_layers=list(range(dense)))
 
 
 @torch.no_grad()
