@@ -33,7 +33,10 @@ def test_light_modules_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-OF_VLLM = "trainer.serving.vllm.backend"  # its classes derive from vLLM's; only vLLM imports it
+OF_EXTRAS = (
+    "trainer.serving.vllm.backend",  # its classes derive from vLLM's; only vLLM imports it
+    *(f"trainer.serving.http.{name}" for name in ("app", "metrics", "supervisor")),  # only msattn serve imports them
+)
 PURITY = """
 import importlib, os, socket, sys, threading
 
@@ -49,7 +52,7 @@ def state():
         sorted(ALL_ATTENTION_FUNCTIONS), sorted(ALL_MASK_ATTENTION_FUNCTIONS), threading.active_count(), sorted(os.listdir("."))
 
 socket.socket.connect = socket.getaddrinfo = refuse
-optional = "gguf hydra omegaconf wandb faiss datasets matplotlib typer fastapi uvicorn prometheus_client vllm"
+optional = "gguf hydra omegaconf wandb faiss datasets matplotlib typer starlette uvicorn prometheus_client vllm"
 for name in optional.split():
     sys.modules[name] = None  # an import of it fails
 before = state()
@@ -63,7 +66,7 @@ assert not torch.cuda.is_initialized()
 @pytest.mark.slow
 def test_importing_any_module_changes_nothing_and_needs_no_optional_library(tmp_path: Path) -> None:
     """Optional libraries are imported where they are used."""
-    names = [f"msattn.{name}" if name else "msattn" for name in MODULES if name not in ("__main__", "cli", OF_VLLM)]
+    names = [f"msattn.{name}" if name else "msattn" for name in MODULES if name not in ("__main__", "cli", *OF_EXTRAS)]
     done = subprocess.run([sys.executable, "-c", PURITY, *names], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
