@@ -8,6 +8,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from msattn.trainer.commands.compose import compose
+from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded
 from tests.serving.http.running import SECONDS, Running, eventually, greedy
 
@@ -171,16 +172,13 @@ def test_models_and_health(served: Running, client: OpenAI) -> None:
     assert served.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.slow
-def test_the_configuration_names_what_has_no_use() -> None:
-    from msattn.trainer.errors import UserError
-
-    for override, says in {
-        "chat=true": "chat=True: accepted is null",
-        "server.page_size=8": r"server.page_size=8: in \[16, 4096\]",
-        "server.max_waiting=0": "server.max_waiting=0",
-    }.items():
-        with pytest.raises(UserError, match=says):
-            compose("serve", [override])
-    with pytest.raises(UserError, match=r"dense=True: accepted is false with artifacts\.gate"):
-        compose("serve", ["dense=true", "artifacts.gate=embedded"])
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["chat=true"], "chat=True: accepted is null"),
+        (["dense=true", "artifacts.gate=embedded"], r"dense=True: accepted is false with artifacts\.gate"),
+    ],
+)
+def test_the_configuration_names_what_has_no_use(overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        compose("serve", overrides)

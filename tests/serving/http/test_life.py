@@ -20,11 +20,13 @@ from openai import OpenAI
 
 import msattn
 from msattn.trainer.commands import serve
+from msattn.trainer.config import TrackerConfig
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.http import cache, supervisor
+from msattn.trainer.serving.http import cache, metrics, supervisor, text
 from msattn.trainer.serving.paged import batching
-from tests.running import exit_code
+from msattn.trainer.training.tracker import Tracker
+from tests.running import exit_code, metrics_lines
 from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
 
 WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
@@ -81,6 +83,52 @@ def test_bodies_that_arrive_count_as_waiting(small: Loaded) -> None:
             eventually(lambda: status() == 429)
             assert served.metric("requests_waiting") == 0
         eventually(lambda: status() == 200)
+
+
+@pytest.mark.slow
+def test_the_prompt_of_a_client_that_has_left_is_not_encoded(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves while another prompt is encoded."""
+    encode, began, encoded = text.PromptEncoder.encode, threading.Event(), list[str]()
+    left = threading.Event()
+
+    def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
+        encoded.append(body.prompt)
+        began.set()
+        assert left.wait(SECONDS)
+        return encode(self, body)
+
+    monkeypatch.setattr(text.PromptEncoder, "encode", slow)
+    with running(small, configuration()) as served:
+        first = threading.Thread(target=served.post, kwargs={"json": WORDS | {"max_tokens": 1}})
+        first.start()
+        assert began.wait(SECONDS)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "t4"}, timeout=0.3)
+        served.get("/health")  # by its answer the server has seen the closed connection
+        left.set()
+        first.join(SECONDS)
+        eventually(lambda: served.metric('requests_total{outcome="refused"}') == 1)
+    assert encoded == ["t1 t2 t3"]
+
+
+@pytest.mark.slow
+def test_metrics_are_logged_to_a_tracker_when_they_change(
+    small: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "LOG_SECONDS", 0.01)
+    with (
+        Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="serve", config={}) as tracker,
+        running(small, configuration(), tracker=tracker) as served,
+    ):
+        eventually(lambda: len(metrics_lines(tmp_path)) == 1)
+        assert served.post(json=WORDS | {"max_tokens": 4}).status_code == 200
+        eventually(lambda: metrics_lines(tmp_path)[-1].get("requests_total/length") == 1)
+    lines = metrics_lines(tmp_path)
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    last = lines[-1]
+    assert (last["prompt_tokens_total"], last["generated_tokens_total"]) == (3, 4)
+    assert 0 < last["time_to_first_token_seconds_mean"] <= last["request_duration_seconds_mean"] < SECONDS
+    assert not [name for name in last if name.endswith(("_bucket", "_created", "_sum"))]
 
 
 @pytest.mark.slow
@@ -142,23 +190,6 @@ def test_tokens_of_cancelled_requests_are_thrown_away(small: Loaded, monkeypatch
         assert not kept.empty()
         monkeypatch.undo()
         eventually(kept.empty)
-
-
-@pytest.mark.slow
-def test_shutdown_lets_requests_finish(small: Loaded) -> None:
-    with running(small, configuration()) as served, served.client() as client:
-        whole = client.completions.create(**WORDS, max_tokens=200).choices[0].text
-        stream = client.completions.create(**WORDS, max_tokens=200, stream=True)
-        begun = next(iter(stream)).choices[0].text
-        served.supervisor.stop()
-        eventually(lambda: served.engine.draining)
-        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
-            client.completions.create(**WORDS)
-        assert caught.value.status_code == 503
-        assert httpx.get(f"{served.url}/health").json() == {"status": "draining"}
-        assert begun + text_of(stream) == whole
-        assert served.ended.wait(SECONDS)
-        assert served.error is None
 
 
 @pytest.mark.slow
@@ -248,24 +279,17 @@ def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
         ("server.max_length=5000", "server.max_length=5000: the model has positions for 4096 tokens"),
         (
             "server.pages=3",
-            r"server.pages=3: a request of 4096 tokens takes 17 pages of 256 tokens; raise it, or lower server.max",
+            "server.pages=3: a request of 4096 tokens takes 17 pages of 256 tokens; raise it, or lower server.max",
         ),
         ("server.pages=100000000", "memory is too small for the KV cache .*; lower server.pages or server.batch_tokens"),
+        ("server.pages=null", r"one request of 4096 tokens takes [\d.]+ GB, and 0.00 GB are free for it; lower server"),
     ],
 )
-def test_a_cache_that_is_not_possible_is_refused(small: Loaded, override: str, says: str) -> None:
-    with pytest.raises(UserError, match=says), serve.server(small, configuration(override)):
-        pass
-
-
-def test_too_little_memory_names_what_is_needed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_not_possible_is_refused(
+    small: Loaded, override: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "free_memory", lambda: 2**20)
-    with (
-        pytest.raises(
-            UserError, match=r"one request of 4096 tokens takes [\d.]+ GB, and 0.00 GB are free for it; lower server"
-        ),
-        serve.server(small, configuration()),
-    ):
+    with pytest.raises(UserError, match=says), serve.server(small, configuration(override)):
         pass
 
 
@@ -310,17 +334,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(batching.transformers, "__version__", "5.22.1")
     assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    assert command() == (2, "msattn: serve: fastapi is not installed; pip install 'msattn[serve]'\n")
-
-
-@pytest.mark.slow
-def test_artifacts_of_another_model_are_refused(command: Any, tmp_path: Path) -> None:
-    small_loaded(tmp_path / "m").model.save_pretrained(tmp_path / "m")
-    code, err = command("--model", str(tmp_path / "m"), "artifacts.gate=embedded")
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        "msattn: gate artifact made for embedded: its num_layers is 6, this model's is 2",
-    )
+    assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")
 
 
 def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], Running]:
@@ -336,20 +350,25 @@ def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], Running
 
 @pytest.mark.slow
 def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM while a request runs: it finishes, exit code 0. The output has neither key nor prompt."""
+    """SIGTERM while a request runs: it finishes, others get 503, exit code 0. The output has neither key nor prompt."""
     monkeypatch.setenv("MSATTN_API_KEY", KEY)
     process, served = start(tmp_path, "dense_below=0")
     with served.client() as client:
         stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=300, temperature=0, stream=True)
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{served.url}/health").json() == {"status": "draining"})
+        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
+            client.completions.create(model="tiny", prompt="def")
+        assert caught.value.status_code == 503
         assert len(list(stream)) > 100
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     lines = err.splitlines()
     assert "stopping: 1 requests have 30 s to finish" in lines[0]
-    assert re.search("POST /v1/completions 200.*length$", lines[1])
-    assert len(lines) == 2
+    assert re.search("POST /v1/completions 503", lines[1])
+    assert re.search("POST /v1/completions 200.*length$", lines[2])
+    assert len(lines) == 3
     assert not out
     files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(KEY in text or "secret" in text for text in (err, *files))

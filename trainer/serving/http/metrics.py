@@ -87,8 +87,8 @@ class Metrics:
 
 
 @contextmanager
-def logged(metrics: Metrics, tracker: Tracker | None, seconds: float = LOG_SECONDS) -> Iterator[None]:
-    """Logs ``metrics`` every ``seconds`` seconds in which they change, and at the end. Does nothing without a tracker."""
+def logged(metrics: Metrics, tracker: Tracker | None) -> Iterator[None]:
+    """Logs ``metrics`` every :data:`LOG_SECONDS` in which they change, and at the end. Does nothing without a tracker."""
     if tracker is None:
         yield
         return
@@ -97,7 +97,7 @@ def logged(metrics: Metrics, tracker: Tracker | None, seconds: float = LOG_SECON
     def log_changes() -> None:
         step, last, is_end = 0, {}, False
         while not is_end:
-            is_end = ended.wait(seconds)
+            is_end = ended.wait(LOG_SECONDS)
             if (figures := metrics.figures()) != last:
                 tracker.log(figures, step)
                 step, last = step + 1, figures
