@@ -250,10 +250,9 @@ def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo3", "phi3"])
-def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
+def test_layers_with_a_window_are_served_densely(tmp_path: Path) -> None:
     """The longest request fits, though layers with a window and others share the pages in groups."""
-    small = small_loaded(tmp_path, family)
+    small = small_loaded(tmp_path, "olmo3")
     prompt = [5 + i % 50 for i in range(100)]
     expected = greedy(small, prompt, 100)
     cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
@@ -354,14 +353,14 @@ def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MSATTN_API_KEY", KEY)
     process, served = start(tmp_path, "dense_below=0")
     with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=300, temperature=0, stream=True)
+        stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=150, temperature=0, stream=True)
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
         eventually(lambda: httpx.get(f"{served.url}/health").json() == {"status": "draining"})
         with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
             client.completions.create(model="tiny", prompt="def")
         assert caught.value.status_code == 503
-        assert len(list(stream)) > 100
+        assert len(list(stream)) > 50
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     lines = err.splitlines()
