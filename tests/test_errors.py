@@ -70,10 +70,10 @@ def test_a_closed_output_ends_a_program_without_a_line(
 @pytest.mark.parametrize(
     ("module", "arguments", "line"),
     [
-        ("commands.overlap", ["/nowhere", "--heldout", "/nowhere"], "msattn: --heldout=/nowhere: no such file"),
-        ("commands.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
-        ("teachers.train", ["--text", "/nowhere", "--out", "/nowhere", "--device", "tpu"], "msattn: --device=tpu: "),
-        ("serving.vllm.speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
+        ("recipes.overlap", ["/nowhere", "--heldout", "/nowhere"], "msattn: --heldout=/nowhere: no such file"),
+        ("recipes.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
+        ("recipes.teachers.train", ["--text", "/nowhere", "--out", "/nowhere", "--device", "tpu"], "msattn: --device=tpu: "),
+        ("recipes.vllm_speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

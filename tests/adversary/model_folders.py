@@ -21,7 +21,7 @@ from msattn.trainer.config import ModelConfig
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.models.chat import encode_prompt
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.adversary.damage import BYTES, damage_bytes
 from tests.adversary.tries import Tries
 from tests.factory import random_tokens, save_tokenizer, tiny_model

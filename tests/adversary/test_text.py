@@ -22,7 +22,7 @@ from msattn.trainer.config import text_files as reading
 from msattn.trainer.data import chunks, documents
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.embedded import EMBEDDED_MODEL
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.adversary.tries import Tries
 
 pytestmark = pytest.mark.area("text")

@@ -25,7 +25,7 @@ from msattn.trainer.commands.greedy import describe, load_served
 from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import encode_conversation
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.running import exit_code
 
 DENSE = ["device=cpu", "name=none", "select=quest", "select.sparsity=0"]  # reads every block; no router, so decoding is dense

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.embedded import EMBEDDED_MODEL
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from msattn.trainer.data import cache, chunking, chunks
 from msattn.trainer.data.cache import cached
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from msattn.trainer.storage import hashes
 from msattn.trainer.teachers.tokenizer import load_tokenizer
 

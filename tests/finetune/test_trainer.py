@@ -23,7 +23,7 @@ from msattn.trainer.methods.gate.distillation import gate_loss
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.factory import FAMILIES, random_tokens, tiny_model
 from tests.jobs import Job
 

@@ -10,7 +10,7 @@ from msattn.trainer.data.tasks.wordings import TRAINING
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import around_prompt, encode_conversation, encode_prompt
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

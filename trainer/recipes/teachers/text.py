@@ -15,7 +15,7 @@ from msattn.trainer.data.overlap import refuse_shared, shared_windows
 from msattn.trainer.data.sources import Document, documents, local_documents
 from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens
 from msattn.trainer.errors import UserError
-from msattn.trainer.teachers.plans import Plan, Stage
+from msattn.trainer.recipes.teachers.plans import Plan, Stage
 
 SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
 STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones

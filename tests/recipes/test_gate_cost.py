@@ -12,13 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from msattn.trainer.commands import gate_cost as cost
-from msattn.trainer.commands.gate_cost import CostRow, measure, one_graph
 from msattn.trainer.config import LOSSES, DataConfig, GateConfig, ModelConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import run_program
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller
 from msattn.trainer.models.tap import run_backbone
+from msattn.trainer.recipes import gate_cost as cost
+from msattn.trainer.recipes.gate_cost import CostRow, measure, one_graph
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 
 # Proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a block map has half the size of the hidden states, the MLP's inner

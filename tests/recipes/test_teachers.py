@@ -27,12 +27,12 @@ from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError, run_program
 from msattn.trainer.models.loading import Loaded, load
-from msattn.trainer.teachers import figures, train
-from msattn.trainer.teachers import text as texts_of
-from msattn.trainer.teachers.plans import PLANS, Plan, Stage
-from msattn.trainer.teachers.text import StageDataset, Texts
-from msattn.trainer.teachers.tokenizer import load_tokenizer
-from msattn.trainer.teachers.train import WeightedLanguageModel
+from msattn.trainer.recipes.teachers import figures, train
+from msattn.trainer.recipes.teachers import text as texts_of
+from msattn.trainer.recipes.teachers.plans import PLANS, Plan, Stage
+from msattn.trainer.recipes.teachers.text import StageDataset, Texts
+from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
+from msattn.trainer.recipes.teachers.train import WeightedLanguageModel
 from tests.jobs import Job, LaunchedJob
 
 TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
@@ -382,8 +382,8 @@ TWO_PROCESSES = """
 import itertools, json, sys
 from msattn.trainer.data.sources import documents
 from msattn.trainer.errors import run_program
-from msattn.trainer.teachers import text, train
-from msattn.trainer.teachers.plans import PLANS, Plan, Stage
+from msattn.trainer.recipes.teachers import text, train
+from msattn.trainer.recipes.teachers.plans import PLANS, Plan, Stage
 
 text.documents = lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3)
 train.DEV_PROMPTS = 2

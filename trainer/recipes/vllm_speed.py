@@ -1,6 +1,6 @@
 """Measures sparse attention inside vLLM beside vLLM's own attention, on the same requests.
 
-    python -m msattn.trainer.serving.vllm.speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
+    python -m msattn.trainer.recipes.vllm_speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
 
 The requests are random tokens and arrive at once; one more is measured alone. Each engine runs in a process of its own, so that
 it finds the GPU's memory free. With ``--engine '{"load_format": "dummy"}'`` weights are random, and MODEL needs no more than a
@@ -92,7 +92,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.serving.vllm.speed", description="Compare two engines.")
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.vllm_speed", description="Compare two engines.")
     parser.add_argument("model", help="folder or Hub id of a model")
     parser.add_argument("--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM')
     parser.add_argument("--engine", default="{}", help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}')

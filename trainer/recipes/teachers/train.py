@@ -1,11 +1,11 @@
 """Trains a teacher.
 
-    python -m msattn.trainer.teachers.train --plan embedded --text BOOKS --out FOLDER
+    python -m msattn.trainer.recipes.teachers.train --plan embedded --text BOOKS --out FOLDER
 
 A teacher is trained on text and retrieval tasks in stages of growing length. Each stage is one call of
 :func:`msattn.trainer.training.loop.fit` that continues the previous one. After an interruption ``--resume`` continues to the
 same model. The model is written to ``FOLDER/model``, metrics to ``FOLDER/metrics.jsonl`` and ``FOLDER/model/training.json``.
-Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.trainer.teachers.train ...``.
+Several GPUs share the batches under ``torchrun --nproc-per-node N -m msattn.trainer.recipes.teachers.train ...``.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
+from msattn.trainer.recipes.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
+from msattn.trainer.recipes.teachers.plans import PLANS, Plan
+from msattn.trainer.recipes.teachers.text import StageDataset, Texts, check_lengths, check_unseen, read_sources
+from msattn.trainer.recipes.teachers.tokenizer import load_own_tokenizer, load_tokenizer
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
-from msattn.trainer.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
-from msattn.trainer.teachers.plans import PLANS, Plan
-from msattn.trainer.teachers.text import StageDataset, Texts, check_lengths, check_unseen, read_sources
-from msattn.trainer.teachers.tokenizer import load_own_tokenizer, load_tokenizer
 from msattn.trainer.training.distributed import fail_together, init_process_state
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -166,7 +166,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: di
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; errors are those of :func:`run`, with this program's options in their messages."""
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.teachers.train", description="Train a teacher.")
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.teachers.train", description="Train a teacher.")
     parser.add_argument("--plan", choices=PLANS, default="embedded", help="the model and its training")
     parser.add_argument("--text", nargs="+", required=True, help="files or folders of books to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from msattn.trainer.data.tasks.sequences import Tokens, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
-from msattn.trainer.teachers.text import crop_from
+from msattn.trainer.recipes.teachers.text import crop_from
 
 TEST_PROMPTS = 200
 

@@ -1,4 +1,4 @@
-"""The comparison of speed: ``python -m msattn.trainer.serving.vllm.speed``."""
+"""The comparison of speed: ``python -m msattn.trainer.recipes.vllm_speed``."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from msattn.trainer.errors import Fault, UserError, run_program
-from msattn.trainer.serving.vllm import speed
+from msattn.trainer.recipes import vllm_speed as speed
 from tests.vllm.engines import EVERY_KEY, MODEL
 
 OPTIONS = ("--length", "300", "--requests", "2", "--new", "4")

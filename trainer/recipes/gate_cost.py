@@ -1,6 +1,6 @@
 """Time and memory of a gate training step on this machine, and of inference.
 
-    python -m msattn.trainer.commands.gate_cost [overrides of train-gate]
+    python -m msattn.trainer.recipes.gate_cost [overrides of train-gate]
 
 uses the model, chunk length and gate of ``msattn train-gate`` with random tokens, and times
 

@@ -1,6 +1,6 @@
 """Compares training texts with held-out ones.
 
-    python -m msattn.trainer.commands.overlap TRAIN... --heldout TEST...
+    python -m msattn.trainer.recipes.overlap TRAIN... --heldout TEST...
 
 Each argument is a text file, a folder or a glob. Prints how many of the sampled windows of the held-out texts are also in the
 training texts. Exit code 0 without one, 1 with some, 2 for a path that cannot be read.
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ------
     UserError : a path cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.commands.overlap", description="Compare texts.")
+    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.overlap", description="Compare texts.")
     parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
     parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")
     args = parser.parse_args(arguments)
