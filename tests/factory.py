@@ -10,6 +10,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
+from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's; they stand for all families in most tests
@@ -159,3 +160,8 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
     words = Tokenizer(WordLevel(vocab, unk_token="t0"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t0").save_pretrained(folder)
+
+
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """Loads the tokenizer of the model that ships with the package."""
+    return PreTrainedTokenizerFast.from_pretrained(str(EMBEDDED_MODEL))

@@ -18,13 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from msattn.trainer.commands.greedy import Clock, generate_greedily
 from msattn.trainer.config import ModelConfig
-from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.models.chat import encode_prompt
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.adversary.damage import BYTES, damage_bytes
 from tests.adversary.tries import Tries
-from tests.factory import random_tokens, save_tokenizer, tiny_model
+from tests.factory import embedded_tokenizer, random_tokens, save_tokenizer, tiny_model
 
 WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
 VOCABULARY, SETTINGS, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -97,7 +95,7 @@ class Models:
             qwen = family.startswith("qwen")  # transformers' class for its tokenizers needs a byte-level vocabulary
             tiny_model(family, vocab_size=4096 if qwen else 128).save_pretrained(folder)
             if qwen:
-                load_tokenizer(EMBEDDED_MODEL).save_pretrained(folder)
+                embedded_tokenizer().save_pretrained(folder)
             else:
                 save_tokenizer(folder)
             edit(folder / SETTINGS, ("chat_template",), TEMPLATE)

@@ -21,9 +21,8 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.config import text_files as reading
 from msattn.trainer.data import chunks, documents
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.embedded import EMBEDDED_MODEL
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from tests.adversary.tries import Tries
+from tests.factory import embedded_tokenizer
 
 pytestmark = pytest.mark.area("text")
 
@@ -381,7 +380,7 @@ def test_globs_through_loops(tries: Tries, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return load_tokenizer(EMBEDDED_MODEL)
+    return embedded_tokenizer()
 
 
 STRANGE = {

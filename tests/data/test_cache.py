@@ -16,11 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data import cache, chunking, chunks
 from msattn.trainer.data.cache import cached
-from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
 from msattn.trainer.storage import hashes
-from msattn.trainer.teachers.tokenizer import load_tokenizer
+from tests.factory import embedded_tokenizer
 
 TEXT = "".join(f"Line {number * number % 911} of a document: déjà vu.\n" for number in range(400))
 
@@ -97,7 +95,7 @@ def test_a_changed_text_tokenizer_or_setting_is_encoded_anew(
     (file.parent / "new.txt").write_text("new")
     chunks(cfg, tokenizer, seed=0)
     assert len(encodings) == 3
-    other = load_tokenizer(EMBEDDED_MODEL)
+    other = embedded_tokenizer()
     other.add_tokens(["document"])
     with_token = chunks(cfg, other, seed=0).fingerprint
     assert with_token != chunks(cfg, tokenizer, seed=0).fingerprint
@@ -203,7 +201,7 @@ def test_each_document_begins_with_bos(tmp_path: Path, tokenizer: PreTrainedToke
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i} of the file"}}\n' for i in range(30)))
     path = str(tmp_path / "rows.jsonl")
     bos, eos = tokenizer.bos_token_id or tokenizer.eos_token_id, tokenizer.eos_token_id
-    own = load_tokenizer(EMBEDDED_MODEL)
+    own = embedded_tokenizer()
     own.bos_token = own.convert_ids_to_tokens(bos)
     cfg = DataConfig("text", path=path, heldout_path=path, seq_len=1, bos=True)
     found = chunks(cfg, own, seed=0)

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from msattn.trainer.data.tasks import exercises, grammar, sequences
 from msattn.trainer.data.tasks.sequences import NAMES, TaskSequences, answer_weight, insert_spans, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, TRAINING, Wording, enumerated
-from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.recipes.teachers.text import crop_from
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
+from tests.factory import embedded_tokenizer
 
-TOKENIZER = load_tokenizer(EMBEDDED_MODEL)
+TOKENIZER = embedded_tokenizer()
 TEXT = np.array(TOKENIZER.encode(" some words that stand for text, and more of them" * 1000, add_special_tokens=False))
 SEQUENCES = TaskSequences(TOKENIZER, crop_from(TEXT))
 SEEDS, ROOMS = st.integers(0, 2**32), st.integers(64, 8192)

@@ -8,9 +8,8 @@ import pytest
 from msattn.trainer.data.tasks.sequences import needle_prompt
 from msattn.trainer.data.tasks.wordings import TRAINING
 from msattn.trainer.errors import UserError
-from msattn.trainer.models import EMBEDDED
 from msattn.trainer.models.chat import around_prompt, encode_conversation, encode_prompt
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
+from tests.factory import embedded_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -20,12 +19,12 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer() -> Any:
-    return load_tokenizer(EMBEDDED)
+    return embedded_tokenizer()
 
 
 @pytest.fixture
 def chat_tokenizer() -> Any:
-    tokenizer = load_tokenizer(EMBEDDED)
+    tokenizer = embedded_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -18,7 +18,7 @@ from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.progress import duration, report
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_file, write_table
+from msattn.trainer.storage.replace import replace_file, written_rows
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -100,16 +100,13 @@ def _measure(
     measured = (kernels.sweep if cfg.bench.sweep or cfg.bench.tune else kernels.measure)(cfg.op, shape, options)
     try:
         with console.status(state) as status, report(describe):
-            for row in measured:
+            for row in written_rows(measured, partial, lambda row: row.record() | {"commit": commit or ""}):
                 rows.append(row)
-                write_table(partial, [row.record() | {"commit": commit or ""} for row in rows])
                 state = f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done"
                 status.update(state)
     except ReferenceMismatch as error:
         kept = f"{len(rows)} rows measured before are in {partial}" if rows else "nothing was timed"
         raise CheckFailed(f"{cfg.op} disagrees with its reference, {kept}: {error}") from error
-    except KeyboardInterrupt as stop:
-        raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
     return rows
 
 

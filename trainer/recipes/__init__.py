@@ -1,1 +1,12 @@
-"""Programs that are run by name, as ``python -m msattn.trainer.recipes.<program>``, and that nothing else imports."""
+"""Programs that are run by name, as ``python -m msattn.trainer.recipes.<program>``, and that nothing else imports.
+
+They measure what docs/measurements.md reports, train the teachers and bring public models. Experiments that need no program of
+their own are options of the group ``experiment`` in ``conf/``.
+"""
+
+from argparse import ArgumentParser
+
+
+def argument_parser(program: str, purpose: str) -> ArgumentParser:
+    """Returns the parser of the command line of a program."""
+    return ArgumentParser(prog=f"python -m msattn.trainer.recipes.{program}", description=purpose)

@@ -13,7 +13,6 @@ Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``; during 
 which remains if the run is interrupted.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,14 +28,16 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.report.context import CPU_NOTE
+from msattn.trainer.evaluate.report.terminal import with_columns
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
+from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import write_table
+from msattn.trainer.storage.replace import written_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,14 +159,15 @@ def _with_ratios(row: CostRow, inference: CostRow | None, maxpool: CostRow | Non
     """Returns ``row`` with its ratios to rows measured before."""
     return replace(
         row,
-        over_inference=_ratio(row.seconds, inference.seconds if inference else None),
-        over_maxpool=_ratio(row.seconds, maxpool.seconds if maxpool else None),
-        memory_over_inference=_ratio(row.peak_gib, inference.peak_gib if inference else None),
+        over_inference=_ratio("seconds", row, inference),
+        over_maxpool=_ratio("seconds", row, maxpool),
+        memory_over_inference=_ratio("peak_gib", row, inference),
     )
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
-    return value / base if value and base else None
+def _ratio(figure: str, row: CostRow, base: CostRow | None) -> float | None:
+    value, unit = getattr(row, figure), getattr(base, figure, None)
+    return value / unit if value and unit else None
 
 
 def cost(cfg: TrainGateConfig) -> Path:
@@ -188,13 +190,9 @@ def cost(cfg: TrainGateConfig) -> Path:
     partial = path.with_name("train_gate.partial.csv")
     rows: list[CostRow] = []
     with locked(path), console.status("inference") as status:
-        try:
-            for row in measure(cfg):
-                rows.append(row)
-                write_table(partial, [asdict(row) for row in rows])
-                status.update(f"{row.variant}: done")
-        except KeyboardInterrupt as stop:
-            raise type(stop)(*([f"{len(rows)} rows are in {partial}"] if rows else [])) from stop
+        for row in written_rows(measure(cfg), partial, asdict):
+            rows.append(row)
+            status.update(f"{row.variant}: done")
         partial.replace(path)
     _print_table(rows, console)
     console.print(f"Results: [bold]{path}[/bold]", soft_wrap=True)
@@ -202,15 +200,9 @@ def cost(cfg: TrainGateConfig) -> Path:
 
 
 def _print_table(rows: list[CostRow], console: Any) -> None:
-    from rich import box
-    from rich.table import Table
-
     first = rows[0]
     title = f"{first.model}, {first.batch} x {first.seq_len:,} tokens; {first.device}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("s", "x inference", "x maxpool", "peak GiB", "x inference")
-    for name in ("", *columns):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = with_columns(title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""])
     for row in (row for row in rows if row.seconds):
         values = (row.seconds, row.over_inference, row.over_maxpool, row.peak_gib, row.memory_over_inference)
         table.add_row(row.variant, *("" if value is None else f"{value:.4g}" for value in values))
@@ -227,7 +219,9 @@ def main() -> None:
     ------
     UserError : as :func:`compose` and :func:`cost`.
     """
-    cost(compose("train-gate", sys.argv[1:]))
+    parser = argument_parser("gate_cost", "Time a gate training step.")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate")
+    cost(compose("train-gate", parser.parse_args().overrides))
 
 
 if __name__ == "__main__":

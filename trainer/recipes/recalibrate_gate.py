@@ -4,25 +4,30 @@
 the model and its training text. It serves gates whose artifacts were written by earlier versions.
 """
 
-import sys
 from typing import Any
 
+from msattn.trainer import artifacts, data, models
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.errors import run_program
+from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.train import gate_thresholds
+from msattn.trainer.recipes import argument_parser
 
-def main(folder: str, overrides: list[str]) -> None:
-    """Calibrates the gate in ``folder`` on the first training chunks and replaces its artifact.
+
+def main() -> None:
+    """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact.
 
     Raises
     ------
     UserError : the artifact is missing, damaged or of another model, or as ``msattn train-gate``.
     """
-    from msattn.trainer import artifacts, data, models
-    from msattn.trainer.commands.compose import compose
-    from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS
-    from msattn.trainer.methods.gate.attn_gate import Gate
-    from msattn.trainer.methods.gate.train import gate_thresholds
-
-    cfg: Any = compose("train-gate", overrides)
-    gate = Gate.load(folder)
+    parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate anew.")
+    parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
+    args = parser.parse_args()
+    cfg: Any = compose("train-gate", args.overrides)
+    gate = Gate.load(args.folder)
     assert gate.artifact is not None
     manifest = gate.artifact.manifest
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
@@ -38,4 +43,4 @@ def main(folder: str, overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    run_program(main)

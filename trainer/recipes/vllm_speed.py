@@ -23,10 +23,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from msattn.trainer.config.values import nearest, require
 from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
+from msattn.trainer.evaluate.report.terminal import with_columns
+from msattn.trainer.recipes import argument_parser
 from msattn.trainer.serving.vllm.engine import KEY
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
@@ -92,7 +93,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.vllm_speed", description="Compare two engines.")
+    parser = argument_parser("vllm_speed", "Compare two engines.")
     parser.add_argument("model", help="folder or Hub id of a model")
     parser.add_argument("--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM')
     parser.add_argument("--engine", default="{}", help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}')
@@ -211,9 +212,7 @@ def _generate(llm: Any, prompts: Sequence[list[int]], new: int) -> list[Any]:
 
 def _show(found: Mapping[str, Mapping[str, float | None]], title: str) -> None:
     """Prints the figures, one line each."""
-    table = Table(title=title)
-    for heading in ("", *found):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = with_columns(title, ["", *found], [""])
     for key, name in FIGURES.items():
         values = [figures[key] for figures in found.values()]
         if any(value is not None for value in values):

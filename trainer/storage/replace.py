@@ -4,16 +4,17 @@ import csv
 import ctypes
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
 from msattn.trainer.errors import UserError, write_error
 
+Row = TypeVar("Row")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
@@ -55,6 +56,24 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             writer.writerows(rows)
     except OSError as error:
         raise write_error(path, error, resumes=False) from error
+
+
+def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
+    """Yields ``rows`` as they are measured; before each, ``path`` is rewritten with the records of all so far.
+
+    Raises
+    ------
+    UserError : the file cannot be written.
+    KeyboardInterrupt : of the measurement; the message says that its rows are in ``path``.
+    """
+    written: list[Mapping[str, Any]] = []
+    try:
+        for row in rows:
+            written.append(record(row))
+            write_table(path, written)
+            yield row
+    except KeyboardInterrupt as stop:
+        raise type(stop)(*([f"{len(written)} rows are in {path}"] if written else [])) from stop
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""The text of the teachers' training, and sequences of text and tasks."""
+"""Tokenizer and text of the teachers' training, and sequences of text and tasks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,11 +16,26 @@ from msattn.trainer.data.overlap import refuse_shared, shared_windows
 from msattn.trainer.data.sources import Document, documents, local_documents
 from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens
 from msattn.trainer.errors import UserError
+from msattn.trainer.models import tokenizer as tokenizers
 from msattn.trainer.recipes.teachers.plans import Plan, Stage
+from msattn.trainer.storage.model_files import ModelFiles
 
 SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
 STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones
 DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the metrics during training
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Loads the tokenizer of ``--tokenizer`` from files that are checked first.
+
+    Raises
+    ------
+    UserError : as :func:`msattn.trainer.models.tokenizer.load_tokenizer`, or it has no BOS or EOS token, or runs in Python.
+    """
+    tokenizer = tokenizers.load_tokenizer(ModelFiles(f"--tokenizer={folder}", folder))
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or None in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        raise UserError(f"--tokenizer={folder}: accepted is a fast tokenizer with a BOS and an EOS token")
+    return tokenizer
 
 
 def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:

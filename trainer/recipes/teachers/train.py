@@ -35,10 +35,17 @@ from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.models.tap import use_dense_attention
+from msattn.trainer.recipes import argument_parser
 from msattn.trainer.recipes.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
 from msattn.trainer.recipes.teachers.plans import PLANS, Plan
-from msattn.trainer.recipes.teachers.text import StageDataset, Texts, check_lengths, check_unseen, read_sources
-from msattn.trainer.recipes.teachers.tokenizer import load_own_tokenizer, load_tokenizer
+from msattn.trainer.recipes.teachers.text import (
+    StageDataset,
+    Texts,
+    check_lengths,
+    check_unseen,
+    load_tokenizer,
+    read_sources,
+)
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
@@ -166,7 +173,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: di
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; errors are those of :func:`run`, with this program's options in their messages."""
-    parser = argparse.ArgumentParser(prog="python -m msattn.trainer.recipes.teachers.train", description="Train a teacher.")
+    parser = argument_parser("teachers.train", "Train a teacher.")
     parser.add_argument("--plan", choices=PLANS, default="embedded", help="the model and its training")
     parser.add_argument("--text", nargs="+", required=True, help="files or folders of books to train on")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, metrics and the model")
@@ -212,7 +219,7 @@ def run(args: argparse.Namespace, plan: Plan) -> None:
     one_of("device", args.device, ("auto", "cpu", "cuda"))
     device, folder = resolve_device(args.device), args.out / "model"
     artifacts.check_writable(folder, overwrite=True, marker=RECORD)
-    tokenizer = load_own_tokenizer(args.tokenizer) if args.tokenizer else load_tokenizer(EMBEDDED_MODEL)
+    tokenizer = load_tokenizer(args.tokenizer or EMBEDDED_MODEL)
     texts, heldout = read_texts(args, plan, tokenizer)
     processes = init_process_state(device)
     counts = {name: len(tokens) for name, tokens in texts.tokens.items()}
