@@ -123,7 +123,8 @@ def _run(
     data: str | None = None,
     **arguments: Any,
 ) -> None:
-    from msattn.trainer.commands.compose import launch, show
+    from msattn.trainer.commands.compose import show
+    from msattn.trainer.commands.launch import launch
     from msattn.trainer.commands.own import own_overrides
     from msattn.trainer.errors import warnings_as_lines
 
@@ -227,7 +228,7 @@ def push(
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
     """Upload artifacts to the Hugging Face Hub. In one commit, with model cards; the token is that of hf auth login."""
-    from msattn.trainer.commands.push import push as run
+    from msattn.trainer.commands.artifacts import push as run
 
     with _stopped_by_signals():
         run(folder, repository, private=private)
@@ -240,7 +241,7 @@ def import_gate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
 ) -> None:
     """Turn the released gates of SeerAttention's authors into an artifact. For prefill or decoding; their code does not run."""
-    from msattn.trainer.commands.import_gate import import_gate as run
+    from msattn.trainer.commands.artifacts import import_gate as run
 
     with _stopped_by_signals():
         run(source, out, overwrite=overwrite)

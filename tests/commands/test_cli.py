@@ -87,24 +87,17 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate model=lama3", "model=lama3: accepted are gemma3_270m, lab, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
         ("train-gate +gate.hiden=3", "unknown key gate.hiden (did you mean gate.hidden?)"),
-        ("train-gate ~train.stepz", "unknown key train.stepz"),
-        ("train-gate select=topk", "unknown key select"),
         ("train-gate train.steps=many", "train.steps='many': accepted is an integer"),
-        ("train-gate seed=null", "seed=None: accepted is an integer"),
         ("train-gate train.steps=1,2", "a comma is a sweep: add --multirun"),
         ("train-gate data.path=it's", "not understood; write key=value"),
-        ("train-gate steps", "not understood; write key=value"),
         ("train-gate data=text", "data=text needs a path"),
         ("train-gate --cgf job", "No such option: --cgf"),
-        ("train-gate --cfg jobb", "'jobb' is not one of"),
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
-        ("eval eval=neddle", "routing, ruler, table, throughput (did you mean needle?)"),
         ("eval select=topq", "did you mean topk?"),
         ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps='many': accepted is an integer"),
         ("generate", "give one of --prompt and --prompt-file"),
-        ("generate --prompt a --prompt-file b", "give one of --prompt and --prompt-file"),
         ("generate --chat -m seed=1,2", "--chat: there is one chat at a time"),
         ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
         ("demo modle=tiny", "unknown key modle"),
@@ -140,12 +133,6 @@ def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None
     assert sorted(p.name for p in (here / "outputs/tiny").iterdir()) == ["0", "1", "multirun.yaml"]
 
 
-@pytest.mark.slow
-def test_a_named_sweep_keeps_its_name(msattn, here: Path, job: list) -> None:
-    assert msattn("train-gate", "--multirun", "name=a,b")[0] == 0
-    assert [cfg.name for cfg, _ in job] == ["a", "b"]
-
-
 def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
     folder = here / "it's mine"
     (folder / "gate").mkdir(parents=True)
@@ -175,14 +162,6 @@ def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn, here: P
     assert (code, err) == (2, "msattn: unknown key independent\n")
 
 
-@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b" \n", "empty"), (b"ab\xff", "not UTF-8 at byte 2")])
-def test_bad_prompt_files(msattn, here: Path, content: bytes, says: str) -> None:
-    (here / "p.txt").write_bytes(content)
-    code, _, err = msattn("generate", "--prompt-file", "p.txt")
-    assert code == 2
-    assert says in err
-
-
 def test_a_fault_of_the_job_is_raised(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Command, cfg: object, arguments: dict) -> None:
         raise RuntimeError("broken")
@@ -200,18 +179,14 @@ def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: py
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "sizes"), [("train-gate", "data.seq_len"), ("train-mta", "mta.blocks"), ("bench", "bench.")]
-)
-def test_out_of_gpu_memory_is_one_line(command: str, sizes: str, msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_gpu_memory_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: Command, cfg: object, arguments: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
     monkeypatch.setattr(Command, "run", run_out)
-    code, _, err = msattn(command, *(["op=merge_states"] if command == "bench" else []))
-    assert code == 2
-    assert err.startswith(f"msattn: device=cuda: the GPU has too little memory (CUDA out of memory); reduce {sizes}")
+    code, _, err = msattn("train-mta")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "(CUDA out of memory); reduce mta.blocks" in err
 
 
 def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,12 +211,8 @@ def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypa
     ("words", "number", "expected"),
     [
         ("msattn train-", 1, "train-gate"),
-        pytest.param("msattn train-gate mod", 2, "model=", marks=pytest.mark.slow),
         ("msattn train-gate model=ll", 2, "model=llama3"),
-        pytest.param("msattn train-gate model = ll", 4, "llama3", marks=pytest.mark.slow),
-        pytest.param("msattn train-gate model =", 3, "tiny", marks=pytest.mark.slow),
-        ("msattn train-gate train.st", 2, "train.steps="),
-        pytest.param("msattn eval select.spars", 2, "select.sparsity=", marks=pytest.mark.slow),
+        ("msattn train-gate model = ll", 4, "llama3"),
         ("msattn eval --multirun probes=4 select = or", 6, "oracle"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer.commands.completion import complete, complete_model
-from msattn.trainer.config import BASELINES, POLICIES, SCORES, TASKS
+from msattn.trainer.config import POLICIES, TASKS
 from msattn.trainer.config.values import DTYPES
 
 
@@ -18,15 +18,12 @@ from msattn.trainer.config.values import DTYPES
         ("train-gate", "gate.q_pool=[avg,m", ["gate.q_pool=[avg,max", "gate.q_pool=[avg,min"]),
         ("train-gate", "overwrite=t", ["overwrite=true"]),
         ("train-gate", "dtype=", [f"dtype={each}" for each in DTYPES]),
-        ("train-gate", "device=c", ["device=cpu", "device=cuda"]),
         ("train-gate", "trai", ["train.", "train="]),
         ("train-gate", "train.st", ["train.steps="]),
         ("train-gate", "train.lr=", []),
         ("train-gate", "nothing=", []),
         ("eval", "select.policy=", [f"select.policy={each}" for each in POLICIES]),
-        ("eval", "select.scores=", [f"select.scores={each}" for each in SCORES]),
         ("eval", "eval.tasks=", [f"eval.tasks=[{each}" for each in TASKS]),
-        ("eval", "eval.baselines=[", [f"eval.baselines=[{each}" for each in BASELINES]),
         ("bench", "op=conv", ["op=conv_attention", "op=conv_decode"]),
     ],
 )

@@ -1,11 +1,116 @@
-"""``msattn doctor``: what of a machine can fail it."""
+"""``msattn doctor``: figures of a model from its configuration alone, artifacts of the same shape, refusals; the W&B key."""
 
+import json
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands import doctor
+from msattn.trainer.commands.doctor_model import doctor_model
+from msattn.trainer.commands.jobs import Command
+from msattn.trainer.models import EMBEDDED
+from tests.factory import tiny_config
+from tests.running import exit_code
+
+
+def write_config(folder: Path, family: str = "llama", **changes: Any) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config(family).to_dict() | changes))
+
+
+def run(*arguments: str) -> int:
+    return exit_code("doctor", *arguments)
+
+
+def test_a_folder_without_weights(here: Path) -> None:
+    write_config(here / "mine")
+    rows = dict(doctor_model("mine"))
+    assert rows["model"] == "llama, 2 layers, 4 query heads, 2 key/value heads, head size 16"
+    assert rows["context"] == "256 tokens"
+    assert rows["KV cache"].startswith("0.25 KiB a token, 0.0625 MiB in full")
+    assert rows["sparse"].startswith("all 2 layers")
+    assert rows["artifacts"] == "none in outputs"
+    assert rows["next"].splitlines()[:2] == [
+        "msattn generate --model mine select=quest --prompt-file FILE",
+        "msattn train-gate --model mine --data FILE",
+    ]
+
+
+def test_a_packaged_model_needs_no_download(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    rows = dict(doctor_model("llama3"))
+    assert rows["KV cache"] == "128 KiB a token, 16,384 MiB in full (16 bits)"
+    assert "beyond" not in rows["faster from"].splitlines()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mine", "llama3"])
+def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """All but the jobs themselves, which would load the model."""
+    ran = []
+    monkeypatch.setattr(Command, "run", lambda command, cfg, arguments: ran.append(command.config))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_config(here / "mine")
+    (here / "text.txt").write_text("def main(): ...")
+    for line in dict(doctor_model(model))["next"].replace("FILE", "text.txt").splitlines():
+        assert exit_code(*shlex.split(line)[1:]) == 0, line
+    assert ran == ["generate", "train_gate", "fit_kmeans", "train_qmodel", "eval"]
+
+
+def test_models_with_a_sliding_window_say_so(here: Path) -> None:
+    write_config(here / "mine", "mistral", sliding_window=64)
+    rows = dict(doctor_model("mine"))
+    assert rows["sparse"] == "nothing"
+    assert "sliding window of 64 tokens" in rows["dense"]
+    assert "next" not in rows
+
+
+def test_mixed_models_list_their_layers(here: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    write_config(here / "mine", "olmo3", num_hidden_layers=5, layer_types=kinds, sliding_window=24)
+    rows = dict(doctor_model("mine"))
+    assert rows["sparse"].startswith("layers 1, 4 of 5: prompts with gates")
+    assert rows["dense"].splitlines() == [
+        "layers 0, 2 to 3, each because it attends through a sliding window of 24 tokens",
+        "whatever is below break-even",
+    ]
+    assert rows["KV cache"] == "0.25 KiB a token, 0.0625 MiB in full (16 bits), of the layers that may be sparse"
+
+
+def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
+    shutil.copytree(EMBEDDED, "copy")
+    shutil.copytree(SHIPPED, "outputs/other/base")
+    shutil.copytree(SHIPPED / "gate", "outputs/copy/base/gate")
+    Path("outputs/other/base/qmodel/manifest.json").write_text("{")
+    found = dict(doctor_model("copy"))["artifacts"].splitlines()
+    assert found[0] == "gate: outputs/copy/base/gate"
+    assert found[1].startswith("gate: outputs/other/base/gate, made for ")
+    assert "manifest.json is not valid JSON" in found[3]
+    assert "gate: shipped with msattn" in dict(doctor_model("tiny"))["artifacts"]
+    write_config(here / "mine")
+    assert dict(doctor_model("mine"))["artifacts"].count("gate:") == 0
+
+
+def test_folders_without_a_model_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "empty").mkdir()
+    (here / "broken").mkdir()
+    (here / "broken" / "config.json").write_text("{")
+    write_config(here / "foreign", model_type="gpt2")
+    for name, message in {
+        "empty": "has no config.json",
+        "broken": "not valid JSON",
+        "foreign": "model_type=gpt2",
+        "nowhere": "no such folder",
+    }.items():
+        assert run(name) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert err.strip().splitlines()[-1].startswith("msattn: ")
+        assert not out
 
 
 @pytest.mark.parametrize("method", ["is_file", "read_text"])

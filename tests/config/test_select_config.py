@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from msattn.trainer.commands.compose import compose, launch
+from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import Command
+from msattn.trainer.commands.launch import launch
 from msattn.trainer.config import POLICIES, SelectConfig, known_keys
 from msattn.trainer.config.commands import EvalRunConfig
 from msattn.trainer.config.select import keys_of, own_keys

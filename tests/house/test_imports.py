@@ -14,13 +14,13 @@ LIGHT = [
     "msattn.cli",
     "msattn.trainer.config",
     "msattn.trainer.commands.compose",
+    "msattn.trainer.commands.launch",
     "msattn.trainer.commands.completion",
     "msattn.trainer.commands.help",
     "msattn.trainer.commands.doctor",
     "msattn.trainer.commands.doctor_model",
     "msattn.trainer.commands.demo",
-    "msattn.trainer.commands.import_gate",
-    "msattn.trainer.commands.push",
+    "msattn.trainer.commands.artifacts",
 ]
 
 

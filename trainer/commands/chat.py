@@ -18,24 +18,23 @@ from transformers.generation.streamers import TextStreamer
 
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.greedy import (
+    Answer,
     Clock,
     Served,
-    answer_figures,
     check_fits,
     common_prefix,
     describe,
     format_number,
     generate_greedily,
     load_served,
+    tracked,
 )
-from msattn.trainer.commands.tracked import tracked
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
 from msattn.trainer.progress import report
 from msattn.trainer.serving.cache import can_crop
 
-COMMANDS = ("/reset", "/help", "/exit")
 HELP = """\
 /reset   forgets the conversation
 /help    prints this list
@@ -44,29 +43,24 @@ Ctrl-C   stops an answer at its next token, and leaves at the prompt; pressed tw
 
 
 @dataclass(frozen=True)
-class Turn:
+class Turn(Answer):
     """An answer, and the numbers that are printed below it.
 
     Attributes
     ----------
     new_tokens : tokens of the prompt that were not in the cache.
     cached_tokens : tokens in the cache after the answer.
-    stats : what was read in this turn; see :meth:`msattn.trainer.attach.Sparse.stats`.
     interrupted : the answer was stopped by Ctrl-C.
     """
 
-    answer: str
     new_tokens: int
     cached_tokens: int
-    clock: Clock
-    stats: dict[str, Any]
     interrupted: bool
 
     @property
     def figures(self) -> dict[str, float]:
         """The numbers of the turn for a tracker."""
-        read = {"new_prompt_tokens": self.new_tokens, "cached_tokens": self.cached_tokens}
-        return read | answer_figures(self.clock, self.stats)
+        return {"new_prompt_tokens": self.new_tokens, "cached_tokens": self.cached_tokens} | super().figures
 
     def __str__(self) -> str:
         parts = [f"{self.new_tokens} new prompt tokens", f"{self.cached_tokens} in the cache"]
@@ -130,35 +124,29 @@ class Conversation:
         ------
         UserError : the conversation exceeds the model's positions, or the chat template refuses it; nothing has changed then.
         """
-        with StopOnInterrupt() as stop:
-            return self._answer(message, stop)
-
-    def _answer(self, message: str, stop: StopOnInterrupt) -> Turn:
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer
-        ids = encode_conversation(tokenizer, messages, self.cfg.chat).to(self.loaded.model.device)
-        check_fits(self.loaded.model, ids.shape[1], self.cfg.max_new_tokens, "conversation")
-        known = self._keep_prefix(ids[0].tolist())
-        clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-        with attach(self.loaded.model, **self.options) as sparse:
-            self._generate(ids, clock, stop)
-        answer = tokenizer.decode(clock.tokens, skip_special_tokens=True)
-        if clock.tokens:  # else the message was not read
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return Turn(answer, ids.shape[1] - known, len(self.cached), clock, sparse.stats(), stop.interrupted)
+        with StopOnInterrupt() as stop:
+            ids = encode_conversation(tokenizer, messages, self.cfg.chat).to(self.loaded.model.device)
+            check_fits(self.loaded.model, ids.shape[1], self.cfg.max_new_tokens, "conversation")
+            known = self._keep_prefix(ids[0].tolist())
+            clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+            with attach(self.loaded.model, **self.options) as sparse:
+                self._generate(ids, clock, stop)
+            text = tokenizer.decode(clock.tokens, skip_special_tokens=True)
+            if clock.tokens:  # else the message was not read
+                self.messages = [*messages, {"role": "assistant", "content": text}]
+            return Turn(text, clock, sparse.stats(), ids.shape[1] - known, len(self.cached), stop.interrupted)
 
     def _generate(self, ids: Tensor, clock: Clock, stop: StopOnInterrupt) -> None:
         options = {"past_key_values": self.cache, "stopping_criteria": StoppingCriteriaList([stop])}
         try:
             tokens = generate_greedily(self.loaded, ids, self.cfg.max_new_tokens, clock, **options)[0]
-        except KeyboardInterrupt as error:
-            if isinstance(error, Terminated):
+        except BaseException as error:
+            self._forget_cache()  # a pass that was cut short leaves layers of different lengths
+            if not isinstance(error, KeyboardInterrupt) or isinstance(error, Terminated):
                 raise
             clock.end()
-            self._forget_cache()  # a pass that was cut short leaves layers of different lengths
-        except BaseException:
-            self._forget_cache()
-            raise
         else:
             self.cached = tokens[: self.cache.get_seq_length()].tolist()  # the last token was not fed to the model
 
@@ -225,7 +213,7 @@ def _messages(prompt: str, conversation: Conversation, console: Console) -> Iter
         elif command == "/reset":
             conversation.reset()
         elif re.match(r"/[^\s/]*(\s|$)", command):  # not the path that a message may begin with
-            console.print(f"{command.split()[0]}: accepted commands are {', '.join(COMMANDS)}", style="dim", markup=False)
+            console.print(f"{command.split()[0]}: accepted commands are /reset, /help, /exit", style="dim", markup=False)
         elif command:
             yield line
 

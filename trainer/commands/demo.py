@@ -4,33 +4,22 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from msattn.trainer.commands.compose import compose, launch
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.launch import launch
 
 BASELINES = ("quest", "vertical_slash", "mean_pool")
 GATES = ("gate", "gate (embedded)")
 SHOWN = ("dense", *GATES, *BASELINES)  # methods whose answers to a prompt are printed
 
 
-class DemoCommand(NamedTuple):
-    """A command of the demo: what it does, and its overrides beside ``experiment=demo``."""
-
-    command: str
-    purpose: str
-    overrides: tuple[str, ...] = ()
-
-
-STEPS = (
-    DemoCommand("train-gate", "Trains SeerAttention gates, which predict the key blocks that each query block needs."),
-    DemoCommand("fit-kmeans", "Clusters the keys before RoPE into buckets by k-means."),
-    DemoCommand("train-qmodel", "Trains query classifiers, which predict the buckets that each query needs."),
-    DemoCommand(
-        "eval",
-        "Compares them with the gate that ships with msattn, of longer training, and with methods without training.",
-        ("eval=demo",),
-    ),
-)
+STEPS = {  # commands and what they do
+    "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
+    "fit-kmeans": "Clusters the keys before RoPE into buckets by k-means.",
+    "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
+    "eval": "Compares them with the gate that ships with msattn, of longer training, and with methods without training.",
+}
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
@@ -49,7 +38,8 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     """
     from rich.console import Console
 
-    arguments = {step.command: ["experiment=demo", *step.overrides, *overrides] for step in STEPS}
+    arguments = {command: ["experiment=demo", *overrides] for command in STEPS}
+    arguments["eval"].insert(1, "eval=demo")
     # Reports a wrong override of any command before the first one runs.
     configs = {command: compose(command, given) for command, given in arguments.items()}
     if configs["eval"].model.is_embedded:
@@ -57,11 +47,11 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     console = Console()
     begin = time.perf_counter()
     folder = Path()
-    for number, step in enumerate(STEPS, start=1):
-        console.rule(f"[bold]{number}/{len(STEPS)} msattn {step.command}[/bold]", align="left")
-        console.print(step.purpose)
+    for number, (command, purpose) in enumerate(STEPS.items(), start=1):
+        console.rule(f"[bold]{number}/{len(STEPS)} msattn {command}[/bold]", align="left")
+        console.print(purpose)
         start = time.perf_counter()
-        (folder,) = launch(step.command, arguments[step.command])
+        (folder,) = launch(command, arguments[command])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
     _print_answers(rows, console)

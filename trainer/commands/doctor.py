@@ -3,8 +3,9 @@
 import importlib.util
 import os
 import platform
+import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 OK, MISSING = "[green]ok[/green]", "[yellow]missing[/yellow]"
@@ -44,42 +45,44 @@ def run_checks() -> list[Check]:
 
     cuda = torch.cuda.is_available()
     gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
-    triton = _package("triton")
+    kernels = cuda and _package("triton") is not None
     return [
         Check("python", platform.python_version(), True),
-        _library(
-            "torch", "pip install 'torch>=2.11'", note=f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-        ),
+        _library("torch", f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"),
         Check("GPU", gpus, cuda, "" if cuda else "optional: all commands also run on a CPU"),
-        _library("triton", "pip install 'triton>=3.6' (Linux)"),
-        _library("transformers", "pip install 'transformers>=5.17'"),
-        _library("accelerate", "pip install 'accelerate>=1.15'"),
-        _library("datasets", "pip install 'datasets>=5.2'"),
+        *map(_library, ("triton", "transformers", "accelerate", "datasets")),
         _faiss(cuda),
         _wandb(),
         _embedded_model(),
         Check("reference kernels", "all operations in PyTorch, on CPU or GPU", True),
         Check(
             "Triton kernels",
-            "compile for this GPU" if cuda and triton else "need an NVIDIA GPU and Triton",
-            bool(cuda and triton),
-            "" if cuda and triton else "install a CUDA build of torch on a machine with an NVIDIA GPU",
+            "compile for this GPU" if kernels else "need an NVIDIA GPU and Triton",
+            kernels,
+            "" if kernels else "install a CUDA build of torch on a machine with an NVIDIA GPU",
         ),
     ]
 
 
 def _package(name: str) -> str | None:
+    """Returns the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
         return None
 
 
-def _library(name: str, fix: str, note: str = "") -> Check:
+def _library(name: str, note: str = "") -> Check:
+    """Checks a package that msattn requires."""
     installed = _package(name)
     if installed is None:
-        return Check(name, "not installed", False, fix)
+        return Check(name, "not installed", False, _install(name))
     return Check(name, f"{installed} ({note})" if note else installed, True)
+
+
+def _install(name: str) -> str:
+    requirement = next(each for each in requires("msattn") or () if re.match(rf"{name}\b", each))
+    return f"pip install '{requirement.partition(';')[0]}'"
 
 
 def _faiss(cuda: bool) -> Check:
@@ -96,7 +99,7 @@ def _faiss(cuda: bool) -> Check:
 def _wandb() -> Check:
     installed = _package("wandb")
     if installed is None:
-        return Check("wandb", "not installed; metrics are still written to metrics.jsonl", False, "pip install 'wandb>=0.31'")
+        return Check("wandb", "not installed; metrics are still written to metrics.jsonl", False, _install("wandb"))
     key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
     mode = "API key found, runs are online" if key else "no API key, runs are offline"
     return Check("wandb", f"{installed} ({mode})", key, "" if key else "wandb login")

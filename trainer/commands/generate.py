@@ -1,7 +1,6 @@
 """``msattn generate``: answers a prompt with dense attention and with a model's artifacts."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,19 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from msattn.trainer.commands.greedy import Answer
     from msattn.trainer.models import Loaded
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Greedy text, seconds to the first token, and tokens per second after it."""
-
-    text: str
-    tokens: list[int]
-    first_token_s: float
-    tokens_per_s: float
-    stats: dict[str, Any]
-    figures: dict[str, float]  # for a tracker
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -47,7 +35,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Completion]:
+def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str, Answer]":
     """Generates greedily with dense and with sparse attention, and prints each answer when it is there.
 
     Parameters
@@ -57,7 +45,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     Returns
     -------
     dict
-        The generations ``dense`` and ``sparse``; none of a chat.
+        The answers ``dense`` and ``sparse``; none of a chat.
 
     Raises
     ------
@@ -66,8 +54,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     from rich.console import Console
 
     from msattn.trainer.attach import attach
-    from msattn.trainer.commands.greedy import check_fits, describe, load_served
-    from msattn.trainer.commands.tracked import tracked
+    from msattn.trainer.commands.greedy import check_fits, describe, load_served, tracked
     from msattn.trainer.models.chat import encode_prompt
     from msattn.trainer.progress import activity
 
@@ -101,32 +88,27 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     return results
 
 
-def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> Completion:
-    from msattn.trainer.commands.greedy import Clock, answer_figures, generate_greedily
+def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> "Answer":
+    from msattn.trainer.commands.greedy import Answer, Clock, generate_greedily
 
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
     with context as sparse:
         generate_greedily(loaded, ids, max_new_tokens, clock)
         stats = sparse.stats() if sparse is not None else {}
-    text, figures = tokenizer.decode(clock.tokens), answer_figures(clock, stats)
-    return Completion(text, clock.tokens, clock.first_token_s, clock.tokens_per_s, stats, figures)
+    return Answer(tokenizer.decode(clock.tokens), clock, stats)
 
 
-def _print_figures(results: dict[str, Completion], prompt_tokens: int, console: "Console") -> None:
-    from rich.table import Table
-
+def _print_figures(results: "dict[str, Answer]", prompt_tokens: int, console: "Console") -> None:
     from msattn.trainer.commands.greedy import common_prefix, format_number
+    from msattn.trainer.evaluate.report.terminal import with_columns
 
-    table = Table(title=f"{prompt_tokens} prompt tokens", title_justify="left")
-    for column in ("", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"):
-        table.add_column(column, justify="left" if not column else "right")
+    headers = ["", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"]
+    table = with_columns(f"{prompt_tokens} prompt tokens", headers, [""])
     for name, result in results.items():
-        read = [format_number(result.stats.get(key)) for key in ("sparsity", "selectivity")]
-        table.add_row(
-            name, str(len(result.tokens)), format_number(result.first_token_s), format_number(result.tokens_per_s), *read
-        )
+        figures = [result.figures.get(key) for key in ("first_token_s", "tokens_per_s", "sparsity", "selectivity")]
+        table.add_row(name, str(len(result.clock.tokens)), *map(format_number, figures))
     console.print(table)
-    dense, sparse = results["dense"].tokens, results["sparse"].tokens
+    dense, sparse = results["dense"].clock.tokens, results["sparse"].clock.tokens
     console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
         console.print("Dense attention served where it is faster at this length; dense_below=0 reads sparsely everywhere.")

@@ -1,6 +1,9 @@
-"""Parts that generate, its chat and serve share: loading, greedy generation with a clock, and what is printed of it."""
+"""Parts that generate, its chat and serve share: loading, tracking, greedy answers with a clock, and how they are printed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.loading import load_router
+from msattn.trainer.training.tracker import Tracker
 
 ROUTERS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
 
@@ -70,6 +74,34 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     given = [kind for kind in ROUTERS if getattr(cfg.artifacts, kind)]
     found = given or [kind for kind in ROUTERS if chosen[kind]]
     return chosen | dict.fromkeys(set(ROUTERS) - {*found[:1]})  # one router decodes
+
+
+@contextmanager
+def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: bool = False) -> Iterator[Tracker | None]:
+    """Yields a tracker that has recorded the artifacts of ``served``, or None with ``tracker=none``.
+
+    Each start has a folder of its own, because the steps of two servers of a model would be taken for those of a resumed run.
+
+    Parameters
+    ----------
+    job, after_work : see :meth:`Tracker.of_job`.
+    served : the model with its artifacts; None for a model that is served densely.
+
+    Raises
+    ------
+    UserError : wandb is not installed, or its server cannot be reached.
+    """
+    if cfg.tracker.kind == "none":
+        yield None
+        return
+    folder = cfg.folder / "runs" / job / f"{datetime.now():%Y%m%d-%H%M%S}"
+    run_name = f"{cfg.model.name}-{cfg.name}-{job}"
+    with Tracker.of_job(cfg, job, folder=folder, run_name=run_name, after_work=after_work) as tracker:
+        attached = [served.options["gate"], served.options["qmodel"]] if served is not None else []
+        for module in attached:
+            if module is not None and module.artifact is not None:
+                tracker.use_artifact(module.artifact)
+        yield tracker
 
 
 def describe(cfg: AnswerConfig, served: Served) -> str:
@@ -149,13 +181,22 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
         )
 
 
-def answer_figures(clock: Clock, stats: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of an answer for a tracker, without those that it does not have. They hold no text."""
-    figures: dict[str, float | None] = {"new_tokens": len(clock.tokens)}
-    if clock.tokens:
-        figures |= {"first_token_s": clock.first_token_s, "tokens_per_s": clock.tokens_per_s}
-    figures |= {name: stats.get(name) for name in ("sparsity", "selectivity")}
-    return {name: value for name, value in figures.items() if value is not None and value == value}
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.attach.Sparse.stats`."""
+
+    text: str
+    clock: Clock
+    stats: dict[str, Any]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The numbers of the answer for a tracker, without those that it does not have. They hold no text."""
+        figures: dict[str, float | None] = {"new_tokens": len(self.clock.tokens)}
+        if self.clock.tokens:
+            figures |= {"first_token_s": self.clock.first_token_s, "tokens_per_s": self.clock.tokens_per_s}
+        figures |= {name: self.stats.get(name) for name in ("sparsity", "selectivity")}
+        return {name: value for name, value in figures.items() if value is not None and value == value}
 
 
 def format_number(value: float | None) -> str:

@@ -64,7 +64,7 @@ def write(formatter: Any, sections: Iterable[Section]) -> None:
 
 def command_page(command: str) -> list[Section]:
     """Returns the groups and keys of ``command``, those that matter first at the beginning."""
-    known, first = keys_of(command), COMMANDS[command].first
+    known, first = keys_of(command), COMMANDS[command].first.split()
     rows = [_group_row(known.groups[name]) if name in known.groups else _key_row(known.keys[name]) for name in first]
     groups = [_options(group) for name, group in known.groups.items() if len(group.options) > 1 and _uses(command, name)]
     others = [_key_row(key) for name, key in known.keys.items() if name not in first and _uses(command, name)]

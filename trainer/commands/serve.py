@@ -65,8 +65,7 @@ def check_key(api_key: str | None) -> None:
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
     from msattn.trainer.attach import attach
-    from msattn.trainer.commands.greedy import describe, load_served
-    from msattn.trainer.commands.tracked import tracked
+    from msattn.trainer.commands.greedy import describe, load_served, tracked
     from msattn.trainer.models import load
     from msattn.trainer.models.chat import around_prompt
 

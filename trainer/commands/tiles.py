@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from msattn.kernels import tuned
@@ -10,24 +9,6 @@ from msattn.kernels.tuned import Tile
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
-
-
-@dataclass(frozen=True)
-class TileRecord:
-    """The tile of one kernel in the user's file.
-
-    ``faster`` is the speedup over the shipped tile, ``commit`` the checkout in which it was timed.
-    """
-
-    kernel: str
-    head_bytes: int
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    programs: int
-    faster: float
-    commit: str | None
 
 
 def save_tiles(
@@ -54,7 +35,7 @@ def save_tiles(
     """
     path = tuned.user_tiles_path(gpu)
     new = [
-        asdict(TileRecord(kernel, head_bytes, *tile, faster=round(speedup, 3), commit=commit))
+        {"kernel": kernel, "head_bytes": head_bytes, **tile._asdict(), "faster": round(speedup, 3), "commit": commit}
         for kernel, (tile, speedup) in faster.items()
     ]
     try:
