@@ -21,14 +21,11 @@ from msattn.trainer.config import (
     ModelConfig,
     SelectConfig,
     TrackerConfig,
-    TrainConfig,
-    TrainGateConfig,
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
 from msattn.trainer.finetune.run import finetune
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.train import train_gate
 from tests.factory import tiny_architecture
 from tests.jobs import Job, LaunchedGpuJob, prepare
 from tests.running import succeed
@@ -63,10 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [f"word{i % 97} and number {i}." for i in range(1500)]
     (folder / "train.txt").write_text(" ".join(words))
     (folder / "heldout.txt").write_text(" ".join(words[::-5]))
-    cfg = run_config(folder)
-    shared = {key: getattr(cfg, key) for key in ("model", "data", "tracker", "outputs", "device", "seed")}
-    train = TrainConfig(lr=1e-3, steps=1, batch_size=1)
-    train_gate(TrainGateConfig(**shared, name="base", gate=GateConfig(block_size=16), train=train))
+    new_gates(folder, "cpu", "float32", "base")
     return folder
 
 
@@ -163,6 +157,8 @@ def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
         root,
         "scratch",
         select=SelectConfig(sparsity=0.0),
+        tasks=0.5,
+        data=replace(run_config(root).data, seq_len=256),
         train=FinetuneTrainConfig(
             lr=1e-2, steps=6, batch_size=2, micro_batch_size=2, save_every=6, activation_checkpointing=False
         ),
@@ -180,16 +176,6 @@ def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_share_of_the_chunks_are_retrieval_tasks(root: Path) -> None:
-    cfg = run_config(
-        root, "tasks", select=SelectConfig(sparsity=0.0), tasks=0.5, data=replace(run_config(root).data, seq_len=256)
-    )
-    facts = json.loads((finetune(cfg) / "training.json").read_text())
-    assert facts["config"]["tasks"] == 0.5
-    assert facts["metrics"]["steps"] == 4
-
-
-@pytest.mark.slow
 def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
     folder = finetune(
         run_config(root, "half", dtype="bfloat16", artifacts=ArtifactsConfig(str(new_gates(root, "cpu", "bfloat16"))))
@@ -200,14 +186,14 @@ def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
     assert Gate.load(folder.with_name("gate")).artifact
 
 
-def new_gates(root: Path, device: str, dtype: str) -> Path:
+def new_gates(root: Path, device: str, dtype: str, name: str = "other") -> Path:
     """Writes untrained gates of the random model; its weights depend on device and dtype."""
     cfg = run_config(root)
     loaded = models.load(cfg.model, device=device, dtype=dtype, seed=cfg.seed)
     gate = Gate.build(loaded.model.config, GateConfig(block_size=16))
     shared: dict[str, Any] = {"config": {}, "data": "", "seed": 0, "metrics": {}, "overwrite": True}
     return artifacts.write(
-        root / f"outputs/small/{device}-{dtype}/gate",
+        root / f"outputs/small/{name}/gate",
         kind="gate",
         tensors=gate.state_dict(),
         model=loaded.fingerprint,
@@ -216,21 +202,12 @@ def new_gates(root: Path, device: str, dtype: str) -> Path:
     )
 
 
-def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = weights(trained)
-    with pytest.raises(UserError, match=r"finetuned/model: an artifact already exists; overwrite=true"):
-        finetune(run_config(root))
-
-    def full_disk(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(
-        type(models.load(served_model(run_config(root), trained), device="cpu").tokenizer), "save_pretrained", full_disk
-    )
-    with pytest.raises(UserError, match=r"finetuned/model cannot be written .*No space.*resume=true continues"):
-        finetune(run_config(root, overwrite=True, resume=True))
-    assert equal(weights(trained), before)
-    assert not [path for path in trained.parent.iterdir() if path.name.startswith(".model")]
+def test_an_existing_result_is_kept(root: Path) -> None:
+    facts = root / "outputs/small/earlier/model" / job.FACTS
+    facts.parent.mkdir(parents=True)
+    facts.touch()
+    with pytest.raises(UserError, match=r"earlier/model: an artifact already exists; overwrite=true"):
+        finetune(run_config(root, "earlier"))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +224,6 @@ def test_an_existing_result_is_kept(root: Path, trained: Path, monkeypatch: pyte
             {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
             "artifacts.gate=.*base/gate: the result would overwrite it",
         ),
-        ({"train": {"schedule": "cosin"}}, "train.schedule=cosin"),
         ({"device": "cuda"}, "device=cuda: PyTorch sees no CUDA GPU"),
         ({"rope_scaling": None}, "data.seq_len=96: the model has positions for 64 tokens"),
     ],
@@ -273,15 +249,12 @@ def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], s
     [
         ({"dtype": "float16"}, "dtype=float16: auto, bfloat16 or float32"),
         ({"gate_weight": -1.0}, r"gate_weight=-1.0: in \[0, 1e6\]"),
-        ({"gate_weight": float("nan")}, r"gate_weight=nan: in \[0, 1e6\]"),
         ({"tasks": 1.5}, r"tasks=1.5: in \[0, 1\]"),
         ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk or multiscale"),
-        ({"select": SelectConfig(scores="quest")}, "select.scores=quest: finetune trains with gate"),
         ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune uses sparse attention"),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
-        ({"data": DataConfig("stdlib", seq_len=1)}, "data.seq_len=1: 2 tokens or more"),
     ],
 )
 def test_settings_are_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -> None:

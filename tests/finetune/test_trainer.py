@@ -14,7 +14,6 @@ from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
-from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.finetune import trainer as tuner
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, language_loss
 from msattn.trainer.methods.blocks import visible_blocks
@@ -23,8 +22,7 @@ from msattn.trainer.methods.gate.distillation import gate_loss
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
-from msattn.trainer.recipes.teachers.tokenizer import load_tokenizer
-from tests.factory import FAMILIES, random_tokens, tiny_model
+from tests.factory import FAMILIES, embedded_tokenizer, random_tokens, tiny_model
 from tests.jobs import Job
 
 SELECT = SelectConfig(sparsity=0.5)
@@ -103,8 +101,7 @@ def test_shares_of_whole_blocks_train_like_topk_and_dense_attention() -> None:
     assert not torch.isclose(means, before["parts"]["language"], rtol=1e-6), "this model must read means"
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sparse", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
 def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +192,7 @@ def test_dense_training_compiles_to_one_graph() -> None:
 
 
 def test_retrieval_tasks_are_distinct_and_weight_their_answers() -> None:
-    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    tokenizer = embedded_tokenizer()
     text = np.random.default_rng(0).integers(len(tokenizer), size=(3, 256), dtype=np.int32)
     items = RetrievalMixture(Chunks(text, tokenizer), tokenizer, share=0.5, length=40, seed=1)
     drawn = [items[i] for i in range(40)]

@@ -47,8 +47,7 @@ def padded() -> tuple[Tensor, Tensor]:
     return left_padded([random_tokens(1, n, seed=n)[0] for n in (5, 14)])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", UNCHANGED)
+@pytest.mark.parametrize(("name", "implementation"), [*((name, "sdpa") for name in UNCHANGED), ("kernel and group", "eager")])
 @torch.no_grad()
 def test_conversion_leaves_the_output_unchanged(name: str, implementation: str) -> None:
     ids, mask = padded()
@@ -122,8 +121,7 @@ def test_rows_of_a_padded_batch_are_the_unpadded_sequences(name: str) -> None:
         torch.testing.assert_close(logits[row : row + 1, start:], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "batched"), [*((name, True) for name in OPTIONS), ("even kernel", False)])
 @torch.no_grad()
 def test_generation_with_a_cache_equals_generation_without(name: str, batched: bool) -> None:
     model = converted(name)
@@ -132,7 +130,7 @@ def test_generation_with_a_cache_equals_generation_without(name: str, batched: b
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
-@pytest.mark.parametrize("ends", [(3, 4, 14), (1, 2, 3, 4, 14), (9, 12, 14)])
+@pytest.mark.parametrize("ends", [(1, 2, 3, 4, 14), (9, 12, 14)])
 @pytest.mark.parametrize("name", ["kernel", "even kernel", "scores"])
 @torch.no_grad()
 def test_chunked_prefill_equals_one_pass(name: str, ends: tuple[int, ...]) -> None:

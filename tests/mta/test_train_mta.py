@@ -56,12 +56,6 @@ def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], a
 
 
 @pytest.mark.slow
-def test_without_evaluations_the_model_is_evaluated_at_the_end(train: Callable[..., int]) -> None:
-    assert train("train.eval_every=0") == 0
-    assert 0 <= metrics()["exact_match"] <= 1
-
-
-@pytest.mark.slow
 def test_a_result_is_replaced_only_on_request(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert train() == 0
     before = (solver() / "model.safetensors").read_bytes()
@@ -74,12 +68,10 @@ def test_a_result_is_replaced_only_on_request(train: Callable[..., int], capsys:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["plain", "multi_token"])
 def test_a_stopped_run_resumes_to_the_same_weights(
-    train: Callable[..., int], attention: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind = f"mta.attention={attention}"
-    assert train(kind, "name=whole") == 0
+    assert train("name=whole") == 0
     forward, calls = block_retrieval.Solver.forward, 0
 
     def interrupted(self: block_retrieval.Solver, input_ids: torch.Tensor) -> dict[str, Any]:
@@ -91,12 +83,12 @@ def test_a_stopped_run_resumes_to_the_same_weights(
 
     with monkeypatch.context() as patch:
         patch.setattr(block_retrieval.Solver, "forward", interrupted)
-        assert train(kind, "name=cut") == 130
+        assert train("name=cut") == 130
     assert "stopped after step 3 of 4" in capsys.readouterr().err
     assert not solver("cut").exists()
-    assert train(kind, "name=cut", "resume=true", "mta.blocks=4") == 2
+    assert train("name=cut", "resume=true", "mta.blocks=4") == 2
     assert "has mta.blocks=3, not 4" in capsys.readouterr().err
-    assert train(kind, "name=cut", "resume=true") == 0
+    assert train("name=cut", "resume=true") == 0
     assert (solver("cut") / "model.safetensors").read_bytes() == (solver("whole") / "model.safetensors").read_bytes()
 
 
@@ -108,9 +100,8 @@ def test_a_sweep_trains_both_kinds_of_attention(train: Callable[..., int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["plain", "multi_token"])
-def test_training_lowers_the_loss(train: Callable[..., int], attention: str) -> None:
-    assert train(f"mta.attention={attention}", "mta.hidden_size=32", "train.steps=60", "train.batch_size=16") == 0
+def test_training_lowers_the_loss(train: Callable[..., int]) -> None:
+    assert train("mta.hidden_size=32", "train.steps=60", "train.batch_size=16") == 0
     lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "lr" in line]
     assert losses[-1] < 0.9 * losses[0]
@@ -123,10 +114,7 @@ def test_training_lowers_the_loss(train: Callable[..., int], attention: str) -> 
         ("mta.attention=multi", "mta.attention=multi: accepted are plain, multi_token"),
         ("mta.asked=3", "mta.asked=3: at most mta.letters=2"),
         ("mta.letters=17", "mta.letters=17: at most 16 with mta.attention=multi_token"),
-        ("mta.letters=26", "mta.letters=26: in [1, 25]"),
         ("mta.hidden_size=24", "mta.hidden_size=24: mta.num_heads=2 times a head size that is a multiple of 8 up to 256"),
-        ("train.warmup_steps=5", "train.warmup_steps=5: accepted are at most train.steps=4"),
-        ("model=tiny", "unknown key model"),
     ],
 )
 def test_settings_that_cannot_train_are_refused(
@@ -143,7 +131,6 @@ def test_settings_that_cannot_train_are_refused(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("result.json", "{", "result.json is not valid JSON"),
         ("result.json", "{}", "a value is needed"),
         ("model.safetensors", "x", "model.safetensors cannot be loaded"),
     ],
