@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from msattn.trainer.commands.jobs import COMMANDS
+from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.commands.keys import first_sentence, keys_of, yaml_keys
 from tests.running import exit_code
 
@@ -22,6 +22,13 @@ def page(capsys: pytest.CaptureFixture[str]):
         return code, out or err
 
     return run
+
+
+def test_every_command_has_its_job() -> None:
+    """Jobs are named by strings, which no import checks."""
+    for command in COMMANDS.values():
+        assert callable(imported(command.job))
+        assert command.after_sweep is None or callable(imported(command.after_sweep))
 
 
 @pytest.mark.slow
