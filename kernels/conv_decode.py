@@ -22,13 +22,11 @@ heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, p_ pointer, o_ 
 key/value head, sequence), where split 0 computes the results at the end of the keys; then the merge kernel.
 """
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale
 from msattn.kernels.common.decode_checks import check_conv_decode
 from msattn.kernels.common.mta_checks import key_taps_before
 from msattn.kernels.common.primitives import (
@@ -42,7 +40,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.splits import choose_splits, merge_splits
-from msattn.kernels.types import Backend, SparseAttention
+from msattn.kernels.types import Backend
 
 STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head
 # fp32 products are three TF32 products, accurate to about 21 bits. With "ieee" (CUDA cores), Triton 3.6 returns wrong products
@@ -50,7 +48,6 @@ STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream an
 PRECISION = "tf32x3"
 
 
-@overload
 def conv_decode(
     q_window: Tensor,
     k: Tensor,
@@ -61,40 +58,8 @@ def conv_decode(
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     splits: int | None = None,
-    return_lse: Literal[False] = False,
     backend: Backend | None = None,
-) -> Tensor: ...
-
-
-@overload
-def conv_decode(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    splits: int | None = None,
-    return_lse: Literal[True],
-    backend: Backend | None = None,
-) -> SparseAttention: ...
-
-
-def conv_decode(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    splits: int | None = None,
-    return_lse: bool = False,
-    backend: Backend | None = None,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Computes the last row of ``conv_attention`` on the same sequence.
 
     Parameters
@@ -114,8 +79,6 @@ def conv_decode(
         Number of filled positions among the M, padding included; all by default.
     splits : int, optional
         Number of parts that the keys of a sequence are divided into; by default chosen from shapes and GPU.
-    return_lse : bool
-        Also return the LSE of the convolved scores.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -123,8 +86,6 @@ def conv_decode(
     -------
     Tensor ``[B, Hq, 1, D]``
         0 for a sequence without keys.
-    SparseAttention
-        With ``return_lse``: this output, and ``lse [B, Hq, 1]``, fp32 (fp64 for fp64), -inf for a sequence without keys.
 
     Raises
     ------
@@ -136,8 +97,7 @@ def conv_decode(
     check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
     scale = resolve_scale(scale, q_window.shape[3])
     backend = resolve_backend(backend, q_window, "q_window")
-    result = SparseAttention(*_operator(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend))
-    return result if return_lse else result.out
+    return _operator(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend)
 
 
 @torch.library.custom_op("msattn::conv_decode", mutates_args=())
@@ -151,20 +111,19 @@ def _operator(
     scale: float,
     splits: int | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     if backend == "triton":
         with torch.cuda.device_of(q_window):
             return launch(q_window, k, v, weight, kv_start, kv_len, scale, splits)
-    return reference.conv_decode(q_window, k, v, weight, scale=scale, kv_start=kv_start, kv_len=kv_len, return_lse=True)
+    return reference.conv_decode(q_window, k, v, weight, scale=scale, kv_start=kv_start, kv_len=kv_len)
 
 
 @_operator.register_fake
 def _(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend):
-    rows = (*q_window.shape[:2], 1)
-    return q_window.new_empty((*rows, q_window.shape[3])), q_window.new_empty(rows, dtype=statistics_dtype(q_window))
+    return q_window.new_empty((*q_window.shape[:2], 1, q_window.shape[3]))
 
 
-def _backward(ctx, dout, dlse):
+def _backward(ctx, dout):
     raise NotImplementedError("conv_decode is for inference and has no gradient: use conv_attention, or torch.no_grad()")
 
 
@@ -180,7 +139,7 @@ def launch(
     kv_len: Tensor | None,
     scale: float,
     splits: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Launches both kernels.
 
     The grid depends on shapes alone, so that a captured CUDA graph serves any lengths.
@@ -209,7 +168,7 @@ def launch(
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_splits(part_max, part_sum, part_out, out, lse)
-    return out, lse
+    return out
 
 
 @triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])

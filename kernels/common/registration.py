@@ -2,7 +2,8 @@
 
 There are two schemas: sparse attention, which takes a block map, and weighted attention, which takes a weight that mixes
 scores. An operation supplies its forward and backward passes for Triton and for the reference. Operators return ``out`` and
-``lse``, accept gradients of both, and save their inputs and results for the backward pass.
+``lse``, and save their inputs and results for the backward pass. Sparse attention accepts gradients of both results, weighted
+attention of ``out`` alone, as its LSE stays inside.
 """
 
 from collections.abc import Callable
@@ -109,7 +110,6 @@ def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Ope
     @torch.library.custom_op(f"msattn::{name}_backward", mutates_args=())
     def backward_operator(
         dout: Tensor,
-        dlse: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -125,15 +125,15 @@ def register_weighted_op(name: str, triton: Passes, torch_: Passes) -> tuple[Ope
             with torch.cuda.device_of(q):
                 q, dout, k, v = _zero_padding(kv_start, causal, (q, dout), (k, v))
                 dout = _aligned_gradient(dout)
-                return triton.backward(dout, dlse, q, k, v, weight, out, lse, kv_start, causal, scale)
-        inputs = dout, dlse, q, k, v, weight, out, lse
+                return triton.backward(dout, q, k, v, weight, out, lse, kv_start, causal, scale)
+        inputs = dout, q, k, v, weight, out, lse
         return torch_.backward(*inputs, causal=causal, scale=scale, kv_start=kv_start)
 
     @backward_operator.register_fake
-    def _(dout, dlse, q, k, v, weight, *others):
+    def _(dout, q, k, v, weight, *others):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
 
-    _register_autograd(operator, backward_operator)
+    _register_autograd(operator, lambda dout, _, *saved: backward_operator(dout, *saved))
     return operator, backward_operator
 
 
@@ -170,7 +170,7 @@ def _aligned_gradient(dout: Tensor) -> Tensor:
     return dout.clone(memory_format=torch.contiguous_format)
 
 
-def _register_autograd(operator: Operator, backward_operator: Operator) -> None:
+def _register_autograd(operator: Operator, backward_pass: Callable[..., Any]) -> None:
     """Registers the fake kernel and the autograd formula of an operator.
 
     The operator's arguments are four tensors, ``kv_start``, then options without gradients.
@@ -186,7 +186,7 @@ def _register_autograd(operator: Operator, backward_operator: Operator) -> None:
         ctx.save_for_backward(*tensors, *output, kv_start)
 
     def backward(ctx, dout, dlse):
-        gradients = backward_operator(dout, dlse, *ctx.saved_tensors, *ctx.options)
+        gradients = backward_pass(dout, dlse, *ctx.saved_tensors, *ctx.options)
         return *gradients, *[None] * (5 + len(ctx.options) - len(gradients))
 
     operator.register_autograd(backward, setup_context=save)

@@ -66,7 +66,7 @@ def conv_attention_backward(
 ) -> Gradients:
     """Computes the gradients of the factors and of v.
 
-    ``row_delta [B, H, N]`` is ``rowsum(dO * O)`` less the gradient of the LSE.
+    ``row_delta [B, H, N]`` is ``rowsum(dO * O)``.
     """
     grads = [torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)]
     dx, dy, dv = grads

@@ -22,8 +22,6 @@ a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). 
 query, not even through rounding.
 """
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -41,37 +39,7 @@ from msattn.kernels.conv_attention.band import (
     weight_gradient,
 )
 from msattn.kernels.conv_attention.forward import ScoreFactors, conv_attention_forward, kv_slices
-from msattn.kernels.types import Backend, SparseAttention
-
-
-@overload
-def conv_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    backend: Backend | None = None,
-) -> Tensor: ...
-
-
-@overload
-def conv_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend | None = None,
-) -> SparseAttention: ...
+from msattn.kernels.types import Backend
 
 
 def conv_attention(
@@ -83,9 +51,8 @@ def conv_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
-    return_lse: bool = False,
     backend: Backend | None = None,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Computes attention with convolved scores (Multi-Token Attention, arXiv 2504.00927).
 
     With ``causal``, a score is set to 0 if its key comes after *its own* query, and the convolution comes after that, as in
@@ -109,8 +76,6 @@ def conv_attention(
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence, whose queries and keys count as 0.
-    return_lse : bool
-        Also return the LSE of the convolved scores.
     backend : {"triton", "torch"}, optional
         Triton for CUDA tensors and the reference for CPU tensors by default.
 
@@ -118,9 +83,6 @@ def conv_attention(
     -------
     Tensor ``[B, Hq, N, D]``
         0 for rows without visible keys. Differentiable in q, k, v and weight.
-    SparseAttention
-        With ``return_lse``: this output, and ``lse [B, Hq, N]``, fp32 (fp64 for fp64), -inf for rows without visible keys. Both
-        are differentiable.
 
     Raises
     ------
@@ -132,8 +94,7 @@ def conv_attention(
     check_per_sequence("kv_start", kv_start, q)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
-    result = SparseAttention(*_operator(q, k, v, weight, kv_start, causal, scale, backend))
-    return result if return_lse else result.out
+    return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
 
 
 def launch(
@@ -162,7 +123,6 @@ def launch(
 
 def launch_backward(
     dout: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,7 +140,7 @@ def launch_backward(
     batch, q_heads, num_queries, _ = q.shape
     group = q_heads // k.shape[1]
     dout = dout.contiguous()
-    row_delta = (dout.float() * out).sum(-1) - dlse
+    row_delta = (dout.float() * out).sum(-1)
     dq, dk, dv, dweight = (torch.empty_like(x) for x in (q, k, v, weight))
     elements = max(weight.shape[1] * k[:, 0].numel(), batch * num_queries * k.shape[2])
     for kv in kv_slices(k.shape[1], group * elements):

@@ -10,8 +10,6 @@ would take one product for each key/value head. The backward pass takes 5 produc
 two buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
@@ -22,12 +20,11 @@ from msattn.kernels.common.registration import Passes, register_weighted_op
 from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks
 from msattn.kernels.head_mix_attention.materialized import materialized_attention, materialized_attention_backward
 from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
-from msattn.kernels.types import Backend, SparseAttention
+from msattn.kernels.types import Backend
 
 MIN_ROWS = 256  # query rows of a chunk at least, for enough programs to fill a GPU
 
 
-@overload
 def head_mix_attention(
     q: Tensor,
     k: Tensor,
@@ -37,38 +34,8 @@ def head_mix_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
-    return_lse: Literal[False] = False,
     backend: Backend | None = None,
-) -> Tensor: ...
-
-
-@overload
-def head_mix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: Literal[True],
-    backend: Backend | None = None,
-) -> SparseAttention: ...
-
-
-def head_mix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: bool = False,
-    backend: Backend | None = None,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Computes attention with scores mixed over heads (Multi-Token Attention).
 
     Parameters
@@ -85,8 +52,6 @@ def head_mix_attention(
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence.
-    return_lse : bool
-        Also return the LSE of the mixed scores.
     backend : {"triton", "torch"}, optional
         Triton for CUDA tensors and the reference for CPU tensors by default.
 
@@ -94,9 +59,6 @@ def head_mix_attention(
     -------
     Tensor ``[B, Hq, N, D]``
         0 for rows without visible keys. Differentiable in q, k, v and weight.
-    SparseAttention
-        With ``return_lse``: this output, and ``lse [B, Hq, N]``, fp32 (fp64 for fp64), -inf for rows without visible keys. Both
-        are differentiable.
 
     Raises
     ------
@@ -108,8 +70,7 @@ def head_mix_attention(
     check_per_sequence("kv_start", kv_start, q)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
-    result = SparseAttention(*_operator(q, k, v, weight, kv_start, causal, scale, backend))
-    return result if return_lse else result.out
+    return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
 
 
 def launch(
@@ -138,7 +99,6 @@ def launch(
 
 def launch_backward(
     dout: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -154,7 +114,7 @@ def launch_backward(
     Returns dq, dk, dv, dweight.
     """
     dout, contiguous_weight = dout.contiguous(), weight.contiguous()
-    row_delta = (dout.float() * out).sum(-1) - dlse
+    row_delta = (dout.float() * out).sum(-1)
     dq, dk, dv, dweight = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v, weight))
     for rows, (scores, mixed) in row_chunks(q, k, score_dtype(q.dtype), 2, MIN_ROWS, causal, kv_start):
         write_scores(q, k, scores, rows, scale)

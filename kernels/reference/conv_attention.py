@@ -1,6 +1,6 @@
 """Attention with convolved scores in PyTorch, and its gradient."""
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from torch import Tensor
 from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale
 from msattn.kernels.common.mta_checks import check_conv_weight, key_taps_after, key_taps_before
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
-from msattn.kernels.types import SparseAttention
 
 
 class _Convolution(NamedTuple):
@@ -46,7 +45,6 @@ def _convolution(weight: Tensor) -> _Convolution:
     return _Convolution(weight.shape[1] - 1, key_taps_before(weight), key_taps_after(weight))
 
 
-@overload
 def conv_attention(
     q: Tensor,
     k: Tensor,
@@ -56,35 +54,7 @@ def conv_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def conv_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: Literal[True],
-) -> SparseAttention: ...
-
-
-def conv_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Reference of :func:`msattn.kernels.conv_attention`.
 
     It holds the scores of a few queries at a time and is differentiable.
@@ -94,8 +64,7 @@ def conv_attention(
     ValueError
         If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
-    result = SparseAttention(*conv_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start))
-    return result if return_lse else result.out
+    return conv_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
 
 
 def conv_attention_forward(
@@ -117,7 +86,6 @@ def conv_attention_forward(
 
 def conv_attention_backward(
     dout: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -130,4 +98,4 @@ def conv_attention_backward(
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and weight."""
-    return mixed_attention_backward(dout, dlse, q, k, v, weight, out, lse, _convolution(weight), causal, scale, kv_start)
+    return mixed_attention_backward(dout, q, k, v, weight, out, lse, _convolution(weight), causal, scale, kv_start)

@@ -1,44 +1,11 @@
 """Reference of ``conv_decode``, one sequence at a time."""
 
-from typing import Literal, overload
-
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import resolve_scale, statistics_dtype
 from msattn.kernels.common.decode_checks import check_conv_decode
 from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
-from msattn.kernels.types import SparseAttention
-
-
-@overload
-def conv_decode(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    splits: int | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def conv_decode(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    kv_len: Tensor | None = None,
-    splits: int | None = None,
-    return_lse: Literal[True],
-) -> SparseAttention: ...
 
 
 def conv_decode(
@@ -51,8 +18,7 @@ def conv_decode(
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
     splits: int | None = None,
-    return_lse: bool = False,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Reference of :func:`msattn.kernels.conv_decode.conv_decode`.
 
     Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
@@ -66,7 +32,6 @@ def conv_decode(
     scale, statistics = resolve_scale(scale, k.shape[3]), statistics_dtype(k)
     batch, q_heads, window, head = q_window.shape
     out = q_window.new_zeros((batch, q_heads, 1, head))
-    lse = q_window.new_full((batch, q_heads, 1), float("-inf"), dtype=statistics)
     taps = weight.to(statistics)
     for b in range(batch):
         start = 0 if kv_start is None else int(kv_start[b])
@@ -84,7 +49,6 @@ def conv_decode(
         scores = torch.nn.functional.pad(scores, (key_taps_before(weight), key_taps_after(weight)))
         windows = scores.unfold(-1, weight.shape[2], 1)  # [Hq, c_q, m, c_k]
         mixed = torch.einsum("hamb,hab->hm", windows, taps)
-        lse[b] = mixed.logsumexp(-1, keepdim=True)
-        probs = (mixed - lse[b]).exp().unflatten(0, (k.shape[1], -1))  # [Hkv, G, m]
+        probs = mixed.softmax(-1).unflatten(0, (k.shape[1], -1))  # [Hkv, G, m]
         out[b] = (probs[:, :, None] @ values).flatten(0, 1).to(out.dtype)
-    return SparseAttention(out, lse) if return_lse else out
+    return out

@@ -1,6 +1,6 @@
 """Attention with scores mixed over heads in PyTorch, and its gradient."""
 
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from torch import Tensor
 from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale
 from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.reference.mixed_scores import mixed_attention, mixed_attention_backward
-from msattn.kernels.types import SparseAttention
 
 
 class _HeadMixing(NamedTuple):
@@ -25,7 +24,6 @@ class _HeadMixing(NamedTuple):
         return torch.einsum("bhnm,bgnm->hg", dmixed, scores), torch.einsum("hg,bhnm->bgnm", weight, dmixed)
 
 
-@overload
 def head_mix_attention(
     q: Tensor,
     k: Tensor,
@@ -35,35 +33,7 @@ def head_mix_attention(
     causal: bool = True,
     scale: float | None = None,
     kv_start: Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def head_mix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: Literal[True],
-) -> SparseAttention: ...
-
-
-def head_mix_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    kv_start: Tensor | None = None,
-    return_lse: bool = False,
-) -> Tensor | SparseAttention:
+) -> Tensor:
     """Reference of :func:`msattn.kernels.head_mix_attention`.
 
     It holds the scores of a few queries at a time and is differentiable.
@@ -73,8 +43,7 @@ def head_mix_attention(
     ValueError
         If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
-    result = SparseAttention(*head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start))
-    return result if return_lse else result.out
+    return head_mix_attention_forward(q, k, v, weight, causal=causal, scale=scale, kv_start=kv_start)[0]
 
 
 def head_mix_attention_forward(
@@ -96,7 +65,6 @@ def head_mix_attention_forward(
 
 def head_mix_attention_backward(
     dout: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -109,4 +77,4 @@ def head_mix_attention_backward(
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and weight."""
-    return mixed_attention_backward(dout, dlse, q, k, v, weight, out, lse, _HeadMixing(), causal, scale, kv_start)
+    return mixed_attention_backward(dout, q, k, v, weight, out, lse, _HeadMixing(), causal, scale, kv_start)

@@ -85,7 +85,6 @@ def mixed_attention(
 
 def mixed_attention_backward(
     dout: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,7 +98,7 @@ def mixed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and weight.
 
-    The gradient of the mixed scores is ``dA = P * (dP - rowsum(dO * O) + dlse)``.
+    The gradient of the mixed scores is ``dA = P * (dP - rowsum(dO * O))``.
     """
     statistics = statistics_dtype(q)
     kernel = weight.to(statistics)
@@ -109,7 +108,7 @@ def mixed_attention_backward(
         values = v[batch, :, None, keys].to(statistics)
         probs = (mixed - lse[batch, :, rows, None]).exp()
         dprobs = (grouped_dout @ values.mT).flatten(1, 2)
-        row_delta = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1) - dlse[batch, :, rows]
+        row_delta = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1)
         dv[batch, :, keys] += (probs.unflatten(1, (k.shape[1], -1)).mT @ grouped_dout).sum(2)
 
         dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_delta[..., None]))

@@ -127,8 +127,7 @@ def assert_cuda_graph(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor
 
     def step() -> list[Tensor]:
         out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
-        dlse = torch.zeros_like(lse)
-        return [out, *module._backward_operator(dout, dlse, *inputs, out, lse, kv_start, True, 0.1, "triton")]
+        return [out, *module._backward_operator(dout, *inputs, out, lse, kv_start, True, 0.1, "triton")]
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -148,38 +148,6 @@ def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
     torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
 
 
-LSE_CASES = [
-    (Case(1, 2, 1, 20, 20, 16), (3, 4)),
-    (Case(2, 2, 2, 12, 12, 16, FULL, True, (12, 5)), (4, 2)),
-    (Case(1, 2, 1, 20, 33, 16, FULL, False, None), (2, 3)),
-    (Case(1, 1, 1, 40, 20, 16), (3, 5)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "size"), LSE_CASES, ids=str)
-def test_lse_and_its_gradients(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
-    """The LSE and the gradients through it equal those of fp64, also for rows without visible keys."""
-    inputs = *case.qkv(device), random_weight(case.q_heads, size, FULL, device)
-    seen = case.visible(device)
-    leaves, exact_leaves = ([x.to(dtype).requires_grad_() for x in inputs] for dtype in (FULL, torch.float64))
-    options: dict[str, Any] = {"causal": case.causal, "kv_start": starts(case.padding, device)}
-    found = conv_attention(*leaves, **options, return_lse=True, backend=backend)
-    q, k, v, weight = exact_leaves
-    arguments = seen, case.head_size**-0.5, torch.float64
-    exact = convolved_attention(q, k, v, weight, *arguments), convolved_scores(q, k, weight, *arguments).logsumexp(-1)
-    assert found.lse.dtype == FULL
-    assert torch.equal(found.out, conv_attention(*leaves, **options, backend=backend))
-    torch.testing.assert_close(found.lse.double(), exact[1], rtol=1e-4, atol=1e-4)
-    assert torch.equal(found.lse.isinf(), ~seen.any(-1).expand_as(found.lse))
-
-    upstream = torch.randn_like(found.out), torch.randn_like(found.lse)
-    gradients = torch.autograd.grad(tuple(found), leaves, upstream)
-    expected = torch.autograd.grad(exact, exact_leaves, [x.double() for x in upstream])
-    torch.testing.assert_close([x.double() for x in gradients], list(expected), rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_reference_at_4095_tokens() -> None:
     case = Case(1, 1, 1, 4095, 4095, 64)
@@ -294,8 +262,6 @@ def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] |
     inputs = [x.requires_grad_() for x in (q, k, v, weight)]
     for f in (conv_attention, reference.conv_attention):  # explicit backward, and autograd
         assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
-        if padding is None:  # without rows whose LSE is -inf
-            assert torch.autograd.gradcheck(lambda *x, f=f: tuple(f(*x, return_lse=True)), inputs)
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:
