@@ -187,15 +187,15 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
     tile = tile or default_tile(cols, q.element_size())
-    slots = tile.programs * num_sms(q.device)
-    splits = one_wave_splits(batch * kv_heads, slots, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
+    concurrent = tile.programs * num_sms(q.device)
+    splits = one_wave_splits(batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
     if probes.shape[2] > MAX_PROBES:
         probes = _distinct(probes)
     offsets, order, probes = (x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes))
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
-    _split_kernel[(splits, kv_heads, batch)](
+    _split_bucket_decode_kernel[(splits, kv_heads, batch)](
         q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
@@ -227,7 +227,7 @@ def _distinct(probes: Tensor) -> Tensor:
         "group", "num_keys", "num_listed", "num_buckets", "num_probes", "recent", "sink",
     ]
 )  # fmt: skip
-def _split_kernel(
+def _split_bucket_decode_kernel(
     q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
@@ -309,9 +309,9 @@ def _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL: tl.const
     The size is 0 for -1 and for repetitions. Only these BL probes are compared with each other: a loop over earlier probes,
     inside the caller's loop, would hide the alignment of K and V from the compiler, which would then load two bytes at a time.
     """
-    slot = first + tl.arange(0, BL)
-    bucket = tl.load(probes + slot, mask=slot < num_probes, other=-1)
-    repeated = (bucket[:, None] == bucket[None, :]) & (slot[:, None] < slot[None, :])
+    place = first + tl.arange(0, BL)
+    bucket = tl.load(probes + place, mask=place < num_probes, other=-1)
+    repeated = (bucket[:, None] == bucket[None, :]) & (place[:, None] < place[None, :])
     live = (bucket >= 0) & (bucket < num_buckets) & (tl.max(repeated.to(tl.int32), 0) == 0)
     begin = tl.load(offsets + bucket, mask=live, other=0)
     end = tl.load(offsets + bucket + 1, mask=live, other=0)

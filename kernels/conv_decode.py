@@ -150,14 +150,14 @@ def launch(
     head_blocks = triton.cdiv(group, 4)
     # Pipeline stages and programs per SM, by the bytes of a head. For 64 columns four programs fit, but three split better.
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
-    blocks, slots = batch * kv_heads * head_blocks, programs * num_sms(q_window.device)
+    blocks, concurrent = batch * kv_heads * head_blocks, programs * num_sms(q_window.device)
     splits = 1 + (
-        splits or choose_splits(blocks, slots, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
+        splits or choose_splits(blocks, concurrent, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
     )
 
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
-    _split_kernel[(splits * head_blocks, kv_heads, batch)](
+    _split_conv_decode_kernel[(splits * head_blocks, kv_heads, batch)](
         q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max, part_sum, part_out,
         *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
@@ -172,7 +172,7 @@ def launch(
 
 
 @triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])
-def _split_kernel(
+def _split_conv_decode_kernel(
     q, k, v, weight, kv_start, kv_len, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,

@@ -24,7 +24,7 @@ from msattn.kernels.common.primitives import WARP_ELEMENTS, pdl_args, pdl_launch
 from msattn.kernels.types import Backend
 
 MAX_ROW = 2**14  # elements: one program holds a whole row
-FEW_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
+MAX_SMALL_TILE_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
 SMALL_TILE, LARGE_TILE = 512, 4096
 
 
@@ -255,7 +255,7 @@ def launch_rotate_and_append(
 
 
 def _tile_elements(x: Tensor) -> int:
-    return SMALL_TILE if x.numel() <= FEW_ELEMENTS else LARGE_TILE
+    return SMALL_TILE if x.numel() <= MAX_SMALL_TILE_ELEMENTS else LARGE_TILE
 
 
 def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:

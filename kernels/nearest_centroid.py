@@ -162,9 +162,9 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None 
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tile or tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
-    blocks, slots = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
+    blocks, concurrent = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
     tiles = triton.cdiv(num_keys, tile.keys)
-    steps = triton.cdiv(tiles, one_wave_splits(blocks, slots, tiles))  # tiles per split
+    steps = triton.cdiv(tiles, one_wave_splits(blocks, concurrent, tiles))  # tiles per split
     splits = triton.cdiv(num_keys, steps * tile.keys)
     sums = torch.empty((splits, batch, heads, num_buckets, head), dtype=torch.float32, device=k.device)
     counts = torch.empty((splits, batch, heads, num_buckets), dtype=torch.int32, device=k.device)

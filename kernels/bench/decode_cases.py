@@ -79,8 +79,8 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     ids = problem.buckets.short()
 
     def on_pages(function: Function) -> Function:
-        def decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, slots: Tensor, probes: Tensor) -> Any:
-            return function(q, PagedKeys(k, v, table, kv_len), slots, probes, **window)
+        def decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, buckets: Tensor, probes: Tensor) -> Any:
+            return function(q, PagedKeys(k, v, table, kv_len), buckets, probes, **window)
 
         return decode
 
@@ -111,8 +111,8 @@ def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
     for page_size in PAGE_SIZES:
         setting, layers = f"pages of {page_size}, {num_buckets} buckets", []
         for _, k, v, *_ in problem.layers:
-            _, _, table, kv_len, slots = _paged(shape, k, v, page_size, [ids])
-            layers.append((slots, table, kv_len))
+            _, _, table, kv_len, buckets = _paged(shape, k, v, page_size, [ids])
+            layers.append((buckets, table, kv_len))
         plain = partial(eager.paged_bucket_sizes, num_buckets=num_buckets)
         yield BenchCase(
             partial(op.paged_bucket_sizes, num_buckets=num_buckets),

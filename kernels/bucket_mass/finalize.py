@@ -43,10 +43,10 @@ def from_log_fixed(encoded, exponent):
     return tl.where(bits >= 8 << 19, bits << 4, 0).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["group", "num_queries", "num_slots", "num_splits", "min_distance"])
+@triton.jit(do_not_specialize=["group", "num_queries", "num_packed", "num_splits", "min_distance"])
 def top_key_kernel(
-    q, keys, slots, q_pos, k_pos, part_score, part_slot, top_key,
-    stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_slots, num_splits, min_distance,
+    q, keys, indices, q_pos, k_pos, part_score, part_place, top_key,
+    stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_packed, num_splits, min_distance,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Writes ``top_key [B, Hq, n_q]``, the index of the key with the best score.
@@ -59,21 +59,21 @@ def top_key_kernel(
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     m_row = row < rows
     score = tl.full([BM], float("-inf"), tl.float32)
-    slot = tl.zeros([BM], tl.int32)
+    first_place = tl.zeros([BM], tl.int32)
     for split in tl.range(0, num_splits):
         part = (split * kv_rows + kv_row) * rows + row
         part_best = tl.load(part_score + part, mask=m_row, other=float("-inf"))
-        slot = tl.where(part_best > score, tl.load(part_slot + part, mask=m_row, other=0), slot)
+        first_place = tl.where(part_best > score, tl.load(part_place + part, mask=m_row, other=0), first_place)
         score = tl.maximum(score, part_best)
 
     seen = score > float("-inf")
     o_d = tl.arange(0, BD)
     m_tile = seen[:, None] & (o_d < HEAD)[None, :]
     b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
-    place = kv_row * num_slots + slot[:, None] + column_of(0, tl.arange(0, PLACES), PLACES)[None, :]
+    place = kv_row * num_packed + first_place[:, None] + column_of(0, tl.arange(0, PLACES), PLACES)[None, :]
     b_k = tl.load(keys + place[:, :, None] * HEAD + o_d[None, None, :], mask=m_tile[:, None, :], other=0.0)
     s = tl.sum(b_q.to(tl.float32)[:, None, :] * b_k.to(tl.float32), 2)  # [BM, PLACES]
-    key = tl.load(slots + place, mask=seen[:, None], other=0)
+    key = tl.load(indices + place, mask=seen[:, None], other=0)
     if CAUSAL or FAR:
         distance = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None] - tl.load(k_pos + key)
         s = mask_by_distance(s, distance, min_distance, CAUSAL, FAR)

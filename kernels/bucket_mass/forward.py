@@ -158,9 +158,9 @@ def launch(
     group_size = default_group_size(num_keys // num_buckets, tile.keys)
     row_tiles = triton.cdiv(rows, tile.rows)
     max_tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size) * group_size, tile.keys)
-    slots = tile.programs * num_sms(q.device)
+    concurrent = tile.programs * num_sms(q.device)
     # Merging takes time for each split, hence fewer splits than the fastest main pass would have.
-    splits = choose_splits(row_tiles * kv_heads * batch, slots, max_tiles, efficiency=0.9, saturation=1.0)
+    splits = choose_splits(row_tiles * kv_heads * batch, concurrent, max_tiles, efficiency=0.9, saturation=1.0)
     packed = pack_keys(k, buckets, num_buckets, group_size, tile.keys, splits)
     if causal or min_distance is not None:
         q_pos, k_pos = _positions(q_pos, k_pos, num_queries, num_keys, q.device)
@@ -169,11 +169,11 @@ def launch(
     sums = q.new_empty((batch, kv_heads, num_buckets + segments, rows), dtype=torch.int32)
     part_lse = q.new_empty((splits, batch, kv_heads, rows), dtype=torch.float32)
     references = torch.empty_like(part_lse[0])
-    part_score, part_slot = torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.int32)
+    part_score, part_place = torch.empty_like(part_lse), torch.empty_like(part_lse, dtype=torch.int32)
     _mass_kernel[(row_tiles, kv_heads, batch * splits)](
-        q, tile_view(packed.keys, tile.keys), packed.slots, packed.out_rows, packed.copies, packed.first, q_pos, k_pos,
-        sums, references, part_lse, part_score, part_slot, *q.stride(),
-        q_heads // kv_heads, num_queries, num_buckets, packed.slots.shape[2] // tile.keys, splits, min_distance or 0,
+        q, tile_view(packed.keys, tile.keys), packed.indices, packed.out_rows, packed.copies, packed.first, q_pos, k_pos,
+        sums, references, part_lse, part_score, part_place, *q.stride(),
+        q_heads // kv_heads, num_queries, num_buckets, packed.indices.shape[2] // tile.keys, splits, min_distance or 0,
         scale * LOG2_E, unscaled_limit(softcap, scale), HEAD=head, CAUSAL=causal, FAR=min_distance is not None,
         BM=tile.rows, BN=tile.keys, BD=cols, GROUP_SIZE=group_size, PRECISION=precision(q.dtype),
         ROW_WARPS=min(tile.warps, tile.rows // 16), Q_IN_REGISTERS=cols * q.element_size() <= 256,
@@ -183,8 +183,8 @@ def launch(
     lse, top_key = q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.int32)
     top_rows = max(1, 512 // cols)
     top_key_kernel[(triton.cdiv(rows, top_rows), kv_heads, batch)](
-        q, packed.keys, packed.slots, q_pos, k_pos, part_score, part_slot, top_key, *q.stride(),
-        q_heads // kv_heads, num_queries, packed.slots.shape[2], splits, min_distance or 0,
+        q, packed.keys, packed.indices, q_pos, k_pos, part_score, part_place, top_key, *q.stride(),
+        q_heads // kv_heads, num_queries, packed.indices.shape[2], splits, min_distance or 0,
         HEAD=head, CAUSAL=causal, FAR=min_distance is not None, BM=top_rows, BD=cols, PLACES=tile.keys // 4,
     )  # fmt: skip
     normalize_kernel[(triton.cdiv(rows, 32), triton.cdiv(num_buckets, 64), batch * kv_heads)](
@@ -222,7 +222,7 @@ def _positions(
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_buckets", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
-    q, keys, slots, out_rows, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_slot,
+    q, keys, indices, out_rows, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_place,
     stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2, limit,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
@@ -232,8 +232,8 @@ def _mass_kernel(
     """Writes the bucket sums and the row statistics of one split of the keys.
 
     ``sums [B, Hkv, C + R, rows]``, encoded by :func:`to_log_fixed`, are divided by 2 to the power of ``references [B, Hkv,
-    rows]``. The statistics ``[S, B, Hkv, rows]`` are the base-2 LSE minus the reference, the best score, and the first slot of
-    the thread that found it.
+    rows]``. The statistics ``[S, B, Hkv, rows]`` are the base-2 LSE minus the reference, the best score, and the place of
+    the first key of the thread that found it.
     """
     SEGMENTS: tl.constexpr = BN // GROUP_SIZE
     GROUPS: tl.constexpr = SEGMENTS // 4
@@ -243,7 +243,7 @@ def _mass_kernel(
     kv_row = (batch * kv_heads + kv_head).to(tl.int64)
     num_tiles = num_tiles // num_splits
     first_tile = split * num_tiles
-    slots += kv_row * num_splits * num_tiles * BN
+    indices += kv_row * num_splits * num_tiles * BN
     run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * SEGMENTS)
 
     rows = group * num_queries
@@ -275,7 +275,7 @@ def _mass_kernel(
     out_row = tl.load(out_rows + p_group + first_tile * SEGMENTS)
     copied = tl.load(copies + p_group + first_tile * SEGMENTS)
     if MASKED:
-        b_k_pos = tl.load(k_pos + tl.load(slots + first_tile * BN + column, mask=run > 0, other=0))
+        b_k_pos = tl.load(k_pos + tl.load(indices + first_tile * BN + column, mask=run > 0, other=0))
     for n in tl.range(first_tile, first_tile + run):
         if limit is not None:
             s = cap_scores(s, limit)
@@ -298,7 +298,7 @@ def _mass_kernel(
         out_row_ahead = tl.load(out_rows + p_group + ahead * SEGMENTS)
         copied_ahead = tl.load(copies + p_group + ahead * SEGMENTS)
         if MASKED:
-            b_k_pos = tl.load(k_pos + tl.load(slots + ahead * BN + column))
+            b_k_pos = tl.load(k_pos + tl.load(indices + ahead * BN + column))
 
         even, odd = tl.split(tl.exp2(exponents))  # [BM, GROUPS, G / 2, 4]
         total, key = _sum_and_first(even + odd, even, GROUP_SIZE // 2)
@@ -317,14 +317,14 @@ def _mass_kernel(
     part = split * (tl.num_programs(2) // num_splits) + batch
     part = (part * kv_heads + kv_head).to(tl.int64) * rows + row
     best = tl.max(top, 1)
-    slot = tl.where(top == best[:, None], top_tile * BN + 2 * tl.arange(0, 4)[None, :], -1)
+    place = tl.where(top == best[:, None], top_tile * BN + 2 * tl.arange(0, 4)[None, :], -1)
     if split == 0:
         tl.store(references + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
     base = tl.where(best == float("-inf"), 0.0, tl.max(m, 1))[:, None]
     lse = base - reference + tl.log2(tl.sum(l * tl.exp2(m - base), 1))[:, None]
     tl.store(part_lse + part[:, None], tl.where(best[:, None] == float("-inf"), float("-inf"), lse), mask=m_row[:, None])
     tl.store(part_score + part, best, mask=m_row)
-    tl.store(part_slot + part, tl.max(slot, 1), mask=m_row)
+    tl.store(part_place + part, tl.max(place, 1), mask=m_row)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ class PackedKeys(NamedTuple):
     Attributes
     ----------
     keys : ``[B, Hkv, S * T * BN, D]``.
-    slots : ``[B, Hkv, S * T * BN]``, their indices in k.
+    indices : ``[B, Hkv, S * T * BN]``, their indices in k.
     out_rows : ``[B, Hkv, S * T * L]``: the output row to write after this key group, or -1 if the bucket continues.
     copies : fp32 ``[B, Hkv, S * T * L]``: the number of copies in a key group; G past the end of a segment.
     continued : ``[B, Hkv, S * L]``: the continuation bucket of a segment, or -1.
@@ -43,7 +43,7 @@ class PackedKeys(NamedTuple):
     """
 
     keys: Tensor
-    slots: Tensor
+    indices: Tensor
     out_rows: Tensor
     copies: Tensor
     continued: Tensor
@@ -69,17 +69,17 @@ def pack_keys(k: Tensor, buckets: Tensor, num_buckets: int, group_size: int, til
     def empty(count: int) -> Tensor:
         return torch.empty((batch, kv_heads, count), dtype=torch.int32, device=k.device)
 
-    first, slots, out_rows = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * segments)
+    first, indices, out_rows = empty(num_buckets + 1), empty(splits * tiles * tile), empty(tiles * segments)
     copies = torch.empty_like(out_rows, dtype=torch.float32)
     keys = k.new_empty((batch, kv_heads, splits * tiles * tile, head))
     continued = empty(segments).fill_(-1)
     _first_kernel[(batch * kv_heads,)](begin, first, num_buckets, GROUP_SIZE=group_size, BC=1024, num_warps=4)
     _pack_kernel[(splits * tiles, kv_heads, batch)](
-        k, order, begin, first, keys, slots, out_rows, copies, continued, *k.stride(),
+        k, order, begin, first, keys, indices, out_rows, copies, continued, *k.stride(),
         num_keys, num_buckets, num_buckets.bit_length(), splits,
         HEAD=head, GROUP_SIZE=group_size, BN=tile, BD=padded_head(head), num_warps=4,
     )  # fmt: skip
-    return PackedKeys(keys, slots, out_rows, copies, continued, first)
+    return PackedKeys(keys, indices, out_rows, copies, continued, first)
 
 
 def _sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def _first_kernel(begin, first, num_buckets, GROUP_SIZE: tl.constexpr, BC: tl.co
 
 @triton.jit(do_not_specialize=["num_keys", "num_buckets", "steps", "num_splits"])
 def _pack_kernel(
-    k, order, begin, first, keys, slots, out_rows, copies, continued,
+    k, order, begin, first, keys, indices, out_rows, copies, continued,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets, steps, num_splits,
     HEAD: tl.constexpr, GROUP_SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def _pack_kernel(
         key = tl.load(order + sorted_place + tl.where(place < size, place, 0)) - head * num_keys
 
         tile = head * tl.num_programs(0) + tl.program_id(0)
-        tl.store(slots + tile * BN + o_col, key.to(tl.int32))
+        tl.store(indices + tile * BN + o_col, key.to(tl.int32))
         is_last = live & ((key_group + 1 == bucket_end) | (n + 1 == run))
         continues = bucket_begin < segment * run
         p_group = tile * SEGMENTS + segment_in_tile

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import has_aligned_rows
+from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
@@ -122,9 +123,9 @@ def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None, table: Te
     row_blocks = triton.cdiv(rows, tile.rows)
     tiles = triton.cdiv(num_keys, tile.keys)
     if splits is None:
-        slots = tile.programs * num_sms(q.device)
+        concurrent = tile.programs * num_sms(q.device)
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
-        splits = choose_splits(batch * kv_heads * row_blocks, slots, tiles, efficiency)
+        splits = choose_splits(batch * kv_heads * row_blocks, concurrent, tiles, efficiency)
     return _Plan(tile, rows, row_blocks, num_keys, page_size, min(splits, tiles))
 
 
@@ -177,7 +178,7 @@ def _launch_step(
         kernel, mod_arguments, window = None, (), None
     else:
         kernel, mod_arguments, window = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers), score_mod.window
-    _split_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
+    _split_dense_decode_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
         q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, table, mod_arguments,
         *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
         q_heads // kv_heads, num_queries, num_keys, plan.row_blocks, num_keys + num_queries if window is None else window,
@@ -205,7 +206,7 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
 
 
 @triton.jit(do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"])
-def _split_kernel(
+def _split_dense_decode_kernel(
     q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
@@ -301,7 +302,7 @@ def _block_and_row(table, batch, j, live, PAGE: tl.constexpr):
     if PAGE is None:
         block, row = batch, j
     else:
-        block, row = tl.load(table + j // PAGE, mask=live, other=0), j % PAGE
+        block, row = load_pages(table, j, live, PAGE)
     return block, row
 
 

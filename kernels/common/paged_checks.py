@@ -71,7 +71,7 @@ def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
 def check_paged_bucket_decode(
     q: Tensor,
     cache: PagedKeys,
-    buckets: Tensor | int,
+    buckets: Tensor,
     probes: Tensor,
     recent: int | Tensor,
     sink: int,
@@ -81,15 +81,12 @@ def check_paged_bucket_decode(
     check_paged_decode(q, cache)
     if q.shape[2] != 1:
         raise ValueError(f"q.shape={tuple(q.shape)}: expected one query per sequence, [batch, heads, 1, head size]")
-    if isinstance(buckets, Tensor):
-        if buckets.dtype != torch.int16 or buckets.shape != cache.k.shape[:3]:
-            raise ValueError(
-                f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(cache.k.shape[:3])}, one for each "
-                "slot and key/value head, or a block size"
-            )
-        check_device("buckets", buckets, "q", q)
-    elif buckets < 1:
-        raise ValueError(f"buckets={buckets!r}: expected int16 buckets of slots, or a block size of at least 1")
+    if buckets.dtype != torch.int16 or buckets.shape != cache.k.shape[:3]:
+        raise ValueError(
+            f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(cache.k.shape[:3])}, one for each slot "
+            "and key/value head"
+        )
+    check_device("buckets", buckets, "q", q)
     check_lists("probes", probes, cache.k.shape[2], 0, q)
     check_dense_window(recent, sink, q)
     check_counts(counts, cache.k.shape[2], q)

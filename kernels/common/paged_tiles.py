@@ -18,18 +18,12 @@ def packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys):
 
 
 @triton.jit
-def load_pages(p_table, stride_table, u0, keys, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Returns the pages of keys ``u0`` to ``u0 + BN``, and their offsets ``[BN]`` within them.
+def load_pages(table, position, live, PAGE: tl.constexpr):
+    """Returns the pages of positions, and their offsets within them.
 
-    Tiles within one page get a scalar, whose load costs nothing beside that of the keys. Entries of the table past the last key
-    are not read, page 0 stands for them.
+    Entries of the table whose positions are not ``live`` are not read, page 0 stands for them.
     """
-    u = u0 + tl.arange(0, BN)
-    if PAGE % BN == 0:
-        page = tl.load(p_table + (u0 // PAGE) * stride_table, mask=u0 < keys, other=0)
-    else:
-        page = tl.load(p_table + (u // PAGE) * stride_table, mask=u < keys, other=0)
-    return page.to(tl.int64), u % PAGE
+    return tl.load(table + position // PAGE, mask=live, other=0), position % PAGE
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Numbers of splits for split-K kernels, and merging of their partial results.
 
-``blocks`` is the number of programs per split, ``slots`` the number of programs that the GPU runs at once, ``tiles`` the number
-of key tiles to be divided.
+``blocks`` is the number of programs per split, ``concurrent`` that of programs that the GPU runs at once, ``tiles`` that of key
+tiles to be divided.
 """
 
 import math
@@ -17,28 +17,28 @@ START = 2  # estimated time to start a program, in units of the time of a key ti
 
 @lru_cache
 def choose_splits(
-    blocks: int, slots: int, tiles: int, efficiency: float = 1.0, saturation: float = 0.8, extra_tiles: int = 0
+    blocks: int, concurrent: int, tiles: int, efficiency: float = 1.0, saturation: float = 0.8, extra_tiles: int = 0
 ) -> int:
     """Returns the fewest splits with at least ``efficiency`` times the best speed.
 
-    Speed is estimated for programs that run in waves of ``slots``.
+    Speed is estimated for programs that run in waves of ``concurrent`` programs.
 
     Parameters
     ----------
     efficiency : float
         Smallest accepted ratio of the shortest estimated time to that of the result; below 1 where merging is expensive.
     saturation : float
-        Share of the slots that saturates the memory bandwidth: programs of a partial last wave run faster, down to this share
-        of a full wave's time. 1 for kernels that are not memory-bound.
+        Share of the concurrent programs that saturates the memory bandwidth: programs of a partial last wave run faster, down
+        to this share of a full wave's time. 1 for kernels that are not memory-bound.
     extra_tiles : int
         Time, in key tiles, of one more program per block that is launched before the splits. A wave that does not fit beside
         these programs waits for them.
     """
 
     def time(splits: int) -> float:
-        waves, left = divmod(blocks * splits, slots)
-        last = max(saturation, left / slots) if left else 0
-        delay = extra_tiles if (left or slots) + blocks > slots else 0
+        waves, left = divmod(blocks * splits, concurrent)
+        last = max(saturation, left / concurrent) if left else 0
+        delay = extra_tiles if (left or concurrent) + blocks > concurrent else 0
         return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1) + delay
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
@@ -46,12 +46,12 @@ def choose_splits(
     return 1 + next(n for n, x in enumerate(times) if x <= longest)
 
 
-def one_wave_splits(blocks: int, slots: int, tiles: int, limit: int | None = None) -> int:
+def one_wave_splits(blocks: int, concurrent: int, tiles: int, limit: int | None = None) -> int:
     """Returns the most splits whose programs all run at once, at most ``tiles``.
 
     Used where the work per split depends on the data, as in ``bucket_decode``, and cannot be estimated.
     """
-    splits = max(1, min(slots // blocks, tiles))
+    splits = max(1, min(concurrent // blocks, tiles))
     return splits if limit is None else min(splits, limit)
 
 

@@ -151,6 +151,7 @@ def launch(
     cols = padded_head(head)
     tile = tile or tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
     row_blocks = triton.cdiv(max_queries, block_size)
+    table = table if table.stride(1) == 1 else table.contiguous()
     cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
     lists, lengths, list_heads, entries = None, None, 1, 1
     if block_mask is not None:
@@ -161,7 +162,7 @@ def launch(
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         q, k, v, out, lse, table, cu_queries, kv_len, lists, lengths,
-        *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), *table.stride(),
+        *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), table.stride(0),
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=min(block_size, tile.keys), PAGE=page_size, PRECISION=precision(q.dtype),
@@ -174,7 +175,7 @@ def launch(
 def _paged_block_sparse_attention_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_table, p_cu_queries, p_kv_len, p_lists, p_lengths,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
-    stride_ot, stride_oh, stride_od, stride_tb, stride_tp,
+    stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +216,11 @@ def _paged_block_sparse_attention_kernel(
             block = tl.load(p_list + block).to(tl.int32)
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)
-        page, offset = load_pages(p_table, stride_tp, u0, keys, PAGE, BN)
+        if PAGE % BN == 0:  # one page, a scalar, whose load costs nothing beside that of the keys
+            page, _ = load_pages(p_table, u0, u0 < keys, PAGE)
+        else:
+            page, _ = load_pages(p_table, u, u < keys, PAGE)
+        page, offset = page.to(tl.int64), u % PAGE
         k = load_keys(p_k, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:

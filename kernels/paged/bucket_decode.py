@@ -13,8 +13,8 @@ Each program takes a share of the positions of a sequence, for one key/value hea
    be in the same buckets.
 4. It attends to the listed slots, in full tiles.
 
-Bit mask and list are scratch in global memory that no other program reads. With blocks of positions as buckets, step 3 computes
-ids instead of reading them. A second kernel merges the partial results of the splits.
+Bit mask and list are scratch in global memory that no other program reads. A second kernel merges the partial results of the
+splits.
 
 Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_ tile, p_ pointer, o_ offset, m_
 mask. Grid: (split, key/value head, sequence); then the merge kernel.
@@ -27,6 +27,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_bucket_decode
+from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_sms,
@@ -51,7 +52,7 @@ SCAN = 1024  # positions that a program reads the buckets of at a time
 def paged_bucket_decode(
     q: Tensor,
     cache: PagedKeys,
-    buckets: Tensor | int,
+    buckets: Tensor,
     probes: Tensor,
     *,
     recent: int | Tensor,
@@ -72,9 +73,8 @@ def paged_bucket_decode(
         Query of the newest token, at position ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
     cache : PagedKeys
         The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Its views are not copied.
-    buckets : Tensor int16 ``[P, page_size, Hkv]`` or int
-        Bucket of each slot, -1 for none. An int S makes every S positions of a sequence a bucket: bucket c holds the positions
-        ``c * S`` to ``(c + 1) * S - 1``, as for a decode gate.
+    buckets : Tensor int16 ``[P, page_size, Hkv]``
+        Bucket of each slot, -1 for none.
     probes : Tensor int32 ``[B, Hkv, L]``
         Buckets to read, shared by a query group. -1, or a number that is no bucket, reads nothing; L may be 0.
     recent : int or Tensor int32 ``[B]``
@@ -107,8 +107,7 @@ def paged_bucket_decode(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    bucket_of, block_size = (buckets, 0) if isinstance(buckets, Tensor) else (None, buckets)
-    arguments = (q, *cache, bucket_of, block_size, probes, recent_of, recent, sink, scale, softcap, backend)
+    arguments = (q, *cache, buckets, probes, recent_of, recent, sink, scale, softcap, backend)
     return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
 
 
@@ -118,8 +117,7 @@ def _compute(
     v: Tensor,
     table: Tensor,
     kv_len: Tensor,
-    bucket_of: Tensor | None,
-    block_size: int,
+    buckets: Tensor,
     probes: Tensor,
     recent_of: Tensor | None,
     recent: int,
@@ -131,11 +129,9 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
-            return launch(
-                q, k, v, table, kv_len, bucket_of, block_size, probes, recent_of, recent, sink, scale, softcap, counts
-            )  # fmt: skip
+            return launch(q, k, v, table, kv_len, buckets, probes, recent_of, recent, sink, scale, softcap, counts)
     return reference.paged_bucket_decode(
-        q, PagedKeys(k, v, table, kv_len), block_size if bucket_of is None else bucket_of, probes,
+        q, PagedKeys(k, v, table, kv_len), buckets, probes,
         recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, softcap=softcap, counts=counts,
     )  # fmt: skip
 
@@ -166,8 +162,7 @@ def launch(
     v: Tensor,
     table: Tensor,
     kv_len: Tensor,
-    bucket_of: Tensor | None,
-    block_size: int,
+    buckets: Tensor,
     probes: Tensor,
     recent_of: Tensor | None,
     recent: int,
@@ -188,19 +183,19 @@ def launch(
     tile = tile or default_tile(cols, q.element_size())
     splits = one_wave_splits(batch * kv_heads, tile.programs * num_sms(q.device), triton.cdiv(capacity, tile.keys), MAX_SPLITS)
     table, probes = (x if x.stride(-1) == 1 else x.contiguous() for x in (table, probes))
-    num_words = triton.cdiv(MAX_BUCKETS if bucket_of is not None else triton.cdiv(capacity, block_size), 32)
+    num_words = MAX_BUCKETS // 32
     # Shares of window and scan, which are disjoint: up to one position more than an equal share, and up to one tile more.
     listed = triton.cdiv(capacity, splits) + 1 + SCAN
     words, slots = (table.new_empty((batch, kv_heads, splits, size)) for size in (num_words, listed))
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
-    _split_kernel[(splits, kv_heads, batch)](
-        q, k, v, table, kv_len, bucket_of, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+    _split_paged_bucket_decode_kernel[(splits, kv_heads, batch)](
+        q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3], table.stride(0),
-        *((0, 0, 0) if bucket_of is None else bucket_of.stride()), *probes.stride()[:2],
+        *buckets.stride(), *probes.stride()[:2],
         group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E, unscaled_limit(softcap, scale),
-        PAGE=page_size, BLOCK=block_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
+        PAGE=page_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BS=SCAN, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
@@ -216,12 +211,12 @@ def launch(
         "group", "capacity", "num_probes", "num_words", "listed", "recent", "sink",
     ]
 )  # fmt: skip
-def _split_kernel(
-    q, k, v, table, kv_len, bucket_of, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+def _split_paged_bucket_decode_kernel(
+    q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
     stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
     stride_bp, stride_bs, stride_bh, stride_pb, stride_ph,
     group, capacity, num_probes, num_words, listed, recent, sink, scale2, limit,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PAGE: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     BS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes one split's result, and adds its number of keys to ``counts``."""
@@ -236,8 +231,7 @@ def _split_kernel(
     probes += batch * stride_pb + kv_head * stride_ph
     k += kv_head * stride_kh
     v += kv_head * stride_vh
-    if bucket_of is not None:
-        bucket_of += kv_head * stride_bh
+    buckets += kv_head * stride_bh
 
     end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), capacity)
     if recent_of is not None:
@@ -247,14 +241,12 @@ def _split_kernel(
     _set_bits(words, probes, num_probes, num_words, BS)
     count = _list_window(slots, table, split, num_splits, sink_end, recent_begin, end, PAGE, BS)
     position = split * BS + tl.arange(0, BS)
-    slot, bucket = _load_buckets(
-        bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE, BLOCK
-    )  # fmt: skip
+    slot, bucket = _load_buckets(buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE)
     for _ in tl.range(split * BS, recent_begin, num_splits * BS):
         position += num_splits * BS
         next_slot, next_bucket = _load_buckets(  # early, to overlap with the work on this tile
-            bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE, BLOCK
-        )  # fmt: skip
+            buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE
+        )
         word = bucket >> 5
         bits = tl.load(words + word, mask=(bucket >= 0) & (word < num_words), other=0)
         match = (bits >> (bucket & 31)) & 1
@@ -317,26 +309,15 @@ def _list_window(
         o_s = first + tl.arange(0, BS)
         listed = begin + o_s
         position = tl.where(listed < sink_end, listed, recent_begin - sink_end + listed)
-        tl.store(slots + o_s, _slots_of(table, position, o_s < count, PAGE), mask=o_s < count)
+        page, offset = load_pages(table, position, o_s < count, PAGE)
+        tl.store(slots + o_s, page * PAGE + offset, mask=o_s < count)
     return count
 
 
 @triton.jit
-def _load_buckets(
-    bucket_of, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):
+def _load_buckets(buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr):
     """Returns slots and buckets of positions; the bucket is -1 in the dense window and after it."""
     live = (position >= sink_end) & (position < recent_begin)
-    slot = _slots_of(table, position, live, PAGE)
-    if bucket_of is None:
-        bucket = tl.where(live, position // BLOCK, -1)
-    else:
-        page, offset = (slot // PAGE).to(tl.int64), (slot % PAGE).to(tl.int64)
-        bucket = tl.load(bucket_of + page * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
-    return slot, bucket
-
-
-@triton.jit
-def _slots_of(table, position, live, PAGE: tl.constexpr):
-    """Returns the slots of positions."""
-    return tl.load(table + position // PAGE, mask=live, other=0) * PAGE + position % PAGE
+    page, offset = load_pages(table, position, live, PAGE)
+    bucket = tl.load(buckets + page.to(tl.int64) * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
+    return page * PAGE + offset, bucket

@@ -14,6 +14,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.paged_checks import check_paged_bucket_sizes
+from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.types import Backend
 
@@ -87,8 +88,8 @@ def _count_kernel(
         return
     position = begin + tl.arange(0, SPAN)
     m_position = position < end
-    page = tl.load(table + batch * stride_t + position // PAGE, mask=m_position, other=0).to(tl.int64)
-    p_bucket = buckets + page * stride_p + position % PAGE * stride_s + kv_head * stride_h
+    page, offset = load_pages(table + batch * stride_t, position, m_position, PAGE)
+    p_bucket = buckets + page.to(tl.int64) * stride_p + offset * stride_s + kv_head * stride_h
     bucket = tl.load(p_bucket, mask=m_position, other=-1).to(tl.int32)
     p_sizes = sizes + (batch * tl.num_programs(1) + kv_head) * num_buckets
     for first in tl.range(0, num_buckets, BINS):

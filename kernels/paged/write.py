@@ -35,8 +35,8 @@ def write_pages(
     keys, values : Tensor ``[P, page_size, Hkv, D]``
         The cache, in the dtype of k. Written at the slots of the tokens only. Any strides.
     pages, offsets : Tensor int64 ``[T]``
-        Page of each token, and its slot in the page. A slot that several tokens share, as those of
-        padding, has undefined content.
+        Page of each token, and its offset in the page. A slot that several tokens share, as those of padding, has
+        undefined content.
     ids : Tensor int32 or int64 ``[Hkv, T]``, optional
         Bucket of each key.
     buckets : Tensor int16 ``[P, page_size, Hkv]``, optional
@@ -131,13 +131,13 @@ def _write_kernel(
     o_d, m_token = tl.arange(0, BD)[None, :], token < tokens
     mask = m_token[:, None] & (o_d < SIZE)
     page = tl.load(p_pages + token * stride_pages, mask=m_token, other=0)
-    slot = tl.load(p_offsets + token * stride_offsets, mask=m_token, other=0)
+    offset = tl.load(p_offsets + token * stride_offsets, mask=m_token, other=0)
     k = tl.load(p_k + head * stride_kh + token[:, None] * stride_kt + o_d * stride_kd, mask=mask)
     v = tl.load(p_v + head * stride_vh + token[:, None] * stride_vt + o_d * stride_vd, mask=mask)
-    o_keys = page * stride_keys_p + slot * stride_keys_s + head * stride_keys_h
-    o_values = page * stride_values_p + slot * stride_values_s + head * stride_values_h
+    o_keys = page * stride_keys_p + offset * stride_keys_s + head * stride_keys_h
+    o_values = page * stride_values_p + offset * stride_values_s + head * stride_values_h
     tl.store(p_keys + o_keys[:, None] + o_d * stride_keys_d, k, mask=mask)
     tl.store(p_values + o_values[:, None] + o_d * stride_values_d, v, mask=mask)
     if p_ids is not None:
         bucket = tl.load(p_ids + head * stride_ih + token * stride_it, mask=m_token)
-        tl.store(p_buckets + page * stride_bp + slot * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)
+        tl.store(p_buckets + page * stride_bp + offset * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)

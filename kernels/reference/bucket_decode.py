@@ -104,8 +104,8 @@ def _bucket_members(index: BucketIndex, probes: Tensor) -> tuple[Tensor, Tensor]
     begin = offsets.gather(-1, bucket)
     list_end = ((offsets.gather(-1, bucket + 1) - begin) * first_time).cumsum(-1)
     position = torch.arange(int(list_end.max()), device=offsets.device).expand(*offsets.shape[:2], -1)
-    slot = torch.searchsorted(list_end, position.contiguous(), right=True).clamp(max=bucket.shape[2] - 1)
+    entry = torch.searchsorted(list_end, position.contiguous(), right=True).clamp(max=bucket.shape[2] - 1)
     is_member = position < list_end[..., -1:]
-    list_begin = list_end.gather(-1, (slot - 1).clamp(min=0))  # slot 0 is empty, so that no position is in it
-    listed = (begin.gather(-1, slot) + position - list_begin).where(is_member, 0)
+    list_begin = list_end.gather(-1, (entry - 1).clamp(min=0))  # entry 0 is empty, so that no position is in it
+    listed = (begin.gather(-1, entry) + position - list_begin).where(is_member, 0)
     return index.order.gather(-1, listed).long(), is_member

@@ -12,7 +12,7 @@ from msattn.kernels.types import PagedKeys, SparseAttention
 def paged_bucket_decode(
     q: Tensor,
     cache: PagedKeys,
-    buckets: Tensor | int,
+    buckets: Tensor,
     probes: Tensor,
     *,
     recent: int | Tensor,
@@ -39,7 +39,7 @@ def paged_bucket_decode(
         position = torch.arange(len(page), device=q.device)
         dense = (position < sink) | (position >= len(page) - newest[b])
         for h in range(kv_heads):
-            bucket = buckets[page, offset, h] if isinstance(buckets, Tensor) else position // buckets
+            bucket = buckets[page, offset, h]
             read = dense | (torch.isin(bucket, probes[b, h]) & (bucket >= 0))
             keys, values = (x[page[read], offset[read], h].to(statistics) for x in (cache.k, cache.v))
             seen = read.new_ones(1, len(keys))

@@ -272,13 +272,13 @@ def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, d
 
 
 def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, passed = module._split_kernel, []
+    kernel, passed = module._split_bucket_decode_kernel, []
 
     class Launches:
         def __getitem__(self, grid: tuple[int, ...]):
             return lambda *args, **options: (passed.extend(args), kernel[grid](*args, **options))
 
-    monkeypatch.setattr(module, "_split_kernel", Launches())
+    monkeypatch.setattr(module, "_split_bucket_decode_kernel", Launches())
     q, k, v, index, probes = Case(1, 2, 1, 70, 64).inputs(device)
     k, v, offsets, order, probes = (x.expand(3, *x.shape[1:]) for x in (k, v, *index, probes))
     bucket_decode(q.repeat(3, 1, 1, 1), k, v, BucketIndex(offsets, order), probes, recent=9, backend="triton")

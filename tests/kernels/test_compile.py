@@ -211,12 +211,12 @@ def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import bucket_decode as op
     from msattn.kernels.testing import starts
 
-    ids, counts = torch.zeros(40, 256, 2, dtype=torch.int16), torch.zeros(2, 2, dtype=torch.int64)
-    routed, blocks = (ids, 0, 256, starts([5, 9]), 30.0, None), (None, 64, 16, None, None, counts)
-    buckets, block_size, page_size, recent_of, softcap, counts = _choose([routed, blocks], head_size, sm)
+    counts = torch.zeros(2, 2, dtype=torch.int64)
+    variants = (256, starts([5, 9]), 30.0, None), (16, None, None, counts)
+    page_size, recent_of, softcap, counts = _choose(variants, head_size, sm)
     q, cache = _paged_cache(dtype, head_size, page_size)
-    probes = torch.zeros(2, 2, 5, dtype=torch.int32)
-    op.launch(q, *cache, buckets, block_size, probes, recent_of, 9, 1, 0.1, softcap, counts)
+    buckets, probes = torch.zeros(40, page_size, 2, dtype=torch.int16), torch.zeros(2, 2, 5, dtype=torch.int32)
+    op.launch(q, *cache, buckets, probes, recent_of, 9, 1, 0.1, softcap, counts)
 
 
 def _paged_bucket_sizes(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -91,7 +91,7 @@ def test_slices_of_a_projection_are_not_copied() -> None:
 @pytest.mark.parametrize("few", [True, False])
 def test_tiles_for_many_rows(few: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiles for prompts, also on few rows: the last program is not full."""
-    monkeypatch.setattr(module, "FEW_ELEMENTS", 2**20 if few else 0)
+    monkeypatch.setattr(module, "MAX_SMALL_TILE_ELEMENTS", 2**20 if few else 0)
     x, up = (random(61, 200, dtype=torch.float16, device=device) for _ in range(2))
     weight = random(200, dtype=torch.float16, device=device)
     assert_same(rms_norm(x, weight, EPS, backend="triton"), llama_norm(x, weight), "triton")

@@ -39,7 +39,7 @@ def _several_tiles_of_a_scan(device: str):
 
 
 class Case(NamedTuple):
-    """One problem; ``block_size`` makes blocks of positions the buckets."""
+    """One problem."""
 
     lengths: tuple[int, ...]
     q_heads: int
@@ -51,7 +51,6 @@ class Case(NamedTuple):
     num_probes: int = 4
     recent: int | tuple[int, ...] = 9
     sink: int = 1
-    block_size: int | None = None
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Returns random q, k, v and buckets ``[B, Hkv, M]``, and probes with repetitions, -1 and others out of range."""
@@ -71,9 +70,8 @@ class Case(NamedTuple):
     def keys_read(self, buckets: Tensor, probes: Tensor) -> Tensor:
         """Returns the keys to read by definition: bool ``[B, Hkv, M]``."""
         position = torch.arange(buckets.shape[2], device=buckets.device)
-        bucket = buckets if self.block_size is None else (position // self.block_size).expand_as(buckets)
         end, recent = (torch.tensor(x, device=buckets.device).view(-1, 1, 1) for x in (self.lengths, self.recent))
-        probed = (bucket[..., None] == probes[:, :, None]).any(-1) & (bucket >= 0)
+        probed = (buckets[..., None] == probes[:, :, None]).any(-1) & (buckets >= 0)
         return (probed | (position < self.sink) | (position >= end - recent)) & (position < end)
 
 
@@ -90,7 +88,7 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     cache, (slots,) = random_pages(k, v, starts(case.lengths, device), case.page_size, [buckets.short()])
     counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
     options: dict[str, Any] = {**case.options(device), "scale": scale, "softcap": softcap, "counts": counts}
-    got = paged_bucket_decode(q, cache, case.block_size or slots, probes, **options, backend=backend)
+    got = paged_bucket_decode(q, cache, slots, probes, **options, backend=backend)
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == FULL
     assert_within_budget("out", got.out, exact.out, eager.out)
@@ -107,10 +105,7 @@ CASES = [
     Case((111,), 1, 1, 80, 256, FULL, num_buckets=2000, num_probes=700, recent=0),
     Case((63, 1), 2, 2, 64, 64, FULL, recent=500),
     Case((300, 111), 7, 7, 80, 64, HALF, recent=(64, 0), sink=200),
-    Case((65, 300), 4, 1, 64, 16, FULL, recent=17, block_size=16),
-    Case((111, 300), 7, 1, 80, 64, HALF, num_buckets=40, recent=0, sink=0, block_size=10),
-    Case((63, 0), 4, 4, 128, 256, FULL, num_buckets=1, num_probes=70, block_size=64),
-    Case((300,), 1, 1, 128, 48, HALF, num_buckets=100, num_probes=70, block_size=3),
+    Case((65, 300), 4, 1, 64, 16, FULL, recent=17),
 ]
 
 
@@ -136,11 +131,11 @@ def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, 
 @pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisoned: None) -> None:
     heads, windows, probes = [(2, 2), (4, 1), (7, 1)], [(0, 0), (1, 9), (4, (2, 100))], [0, 5, 100]
-    for head_size, (q_heads, kv_heads), (sink, recent), num_probes, block_size in itertools.product(
-        [64, 80, 128, 256], heads, windows, probes, [None, 64]
+    for head_size, (q_heads, kv_heads), (sink, recent), num_probes in itertools.product(
+        [64, 80, 128, 256], heads, windows, probes
     ):
         lengths = (num_keys, num_keys // 2)
-        case = Case(lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink, block_size)
+        case = Case(lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink)
         check(case, "triton", "cuda", 5.0 if sink else None)
 
 
@@ -215,15 +210,13 @@ def test_operator(backend: Backend, device: str) -> None:
     q, k, v, buckets, probes = case.inputs(device)
     cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 16, [buckets.short()])
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
-    arguments = (q, *cache, slots, 0, probes, starts([5, 9], device), 0, 1, 0.1, 5.0, backend)
+    arguments = (q, *cache, slots, probes, starts([5, 9], device), 0, 1, 0.1, 5.0, backend)
     torch.library.opcheck(module._operator, arguments)
     torch.library.opcheck(module._counting_operator, (*arguments, counts))
     compiled = torch.compile(paged_bucket_decode, fullgraph=True, backend="aot_eager")
-    for bucket_of in (slots, 16):
-        got = compiled(q, cache, bucket_of, probes, recent=5, counts=counts, backend=backend)
-        want = paged_bucket_decode(q, cache, bucket_of, probes, recent=5, backend=backend)
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+    got = compiled(q, cache, slots, probes, recent=5, counts=counts, backend=backend)
+    want = paged_bucket_decode(q, cache, slots, probes, recent=5, backend=backend)
+    torch.testing.assert_close(tuple(got), tuple(want), rtol=0, atol=0)
     assert (counts > 5).all()
 
 
