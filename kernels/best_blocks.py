@@ -6,7 +6,7 @@
                                   where v > above blocks are visible in r
 
 A program owns a row. The best blocks are found without sorting: bisection over the bits of the scores finds the smallest score
-to select. If this score is tied, the first of the tied blocks are selected. Prefix: p_ pointer.
+to select. If this score is tied, the first of the tied blocks are selected.
 """
 
 import math
@@ -195,36 +195,36 @@ def _warps(width: int) -> int:
 
 @triton.jit(do_not_specialize=["heads", "rows"])
 def _block_softmax_kernel(
-    p_logits, p_visible, p_probabilities, stride_b, stride_h, stride_r, stride_vb, stride_vr, heads, rows, cols, log2_e,
+    logits_ptr, visible_ptr, probabilities_ptr, stride_b, stride_h, stride_r, stride_vb, stride_vr, heads, rows, cols, log2_e,
     COLS: tl.constexpr,
 ):  # fmt: skip
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
-    visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
-    s = tl.load(p_logits + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
+    visible = tl.load(visible_ptr + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
+    s = tl.load(logits_ptr + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
     s = tl.where(visible, s * log2_e, float("-inf"))
     m = tl.max(s, 0)
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m))  # -inf - -inf is NaN
     l = tl.sum(p, 0)
-    tl.store(p_probabilities + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
+    tl.store(probabilities_ptr + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
 
 
 @triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold", "exponent", "edge_exponent", "above"])
 def _best_blocks_kernel(
-    p_scores, p_counts, p_visible, p_always, p_mask,
+    scores_ptr, counts_ptr, visible_ptr, always_ptr, mask_ptr,
     stride_b, stride_h, stride_r, stride_nb, stride_nr, stride_vb, stride_vr, stride_ab, stride_ar,
     heads, rows, cols, threshold, exponent, edge_exponent, above, COLS: tl.constexpr,
 ):  # fmt: skip
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
-    visible = tl.load(p_visible + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
-    always = visible & (tl.load(p_always + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
-    score = tl.load(p_scores + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
+    visible = tl.load(visible_ptr + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
+    always = visible & (tl.load(always_ptr + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
+    score = tl.load(scores_ptr + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
     key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
     seen = tl.sum(visible.to(tl.int32), 0)
     reached = seen
     forced = tl.sum(always.to(tl.int32), 0)
-    wanted = tl.minimum(tl.maximum(tl.load(p_counts + b * stride_nb + r * stride_nr), forced), reached)
+    wanted = tl.minimum(tl.maximum(tl.load(counts_ptr + b * stride_nb + r * stride_nr), forced), reached)
 
     # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are `high` or larger.
     low = tl.min(tl.where(visible, key, HIGHEST), 0)
@@ -245,7 +245,7 @@ def _best_blocks_kernel(
     edge = tl.where(v > above, 1 - above / v, 1.0)
     limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
     taken = taken | (visible & (score >= tl.where(v > above, limit, float("inf"))))
-    tl.store(p_mask + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
+    tl.store(mask_ptr + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
 
 
 @triton.jit

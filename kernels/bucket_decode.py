@@ -11,7 +11,7 @@ an equal part of the list's positions, and finds the bucket of a position by com
 the number of keys read, not on the largest bucket. A second kernel merges the partial results of the splits.
 
 Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need), BN keys, BD head size, BL probes.
-Prefix: p_ pointer. Grid: (split, key/value head, sequence); then the merge kernel.
+Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
 import torch
@@ -228,7 +228,8 @@ def _distinct(probes: Tensor) -> Tensor:
     ]
 )  # fmt: skip
 def _split_bucket_decode_kernel(
-    q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
+    q_ptr, k_ptr, v_ptr, offsets_ptr, order_ptr, probes_ptr, recent_of_ptr, kv_start_ptr, kv_len_ptr, counts_ptr, part_max_ptr,
+    part_sum_ptr, part_out_ptr,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2, limit,
@@ -240,16 +241,16 @@ def _split_bucket_decode_kernel(
     pdl_launch_dependents(PDL)
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
-    offsets += batch * stride_ob + kv_head * stride_oh
-    order += batch * stride_lb + kv_head * stride_lh
-    probes += batch * stride_pb + kv_head * stride_ph
-    k += batch * stride_kb + kv_head * stride_kh
-    v += batch * stride_vb + kv_head * stride_vh
+    offsets_ptr += batch * stride_ob + kv_head * stride_oh
+    order_ptr += batch * stride_lb + kv_head * stride_lh
+    probes_ptr += batch * stride_pb + kv_head * stride_ph
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
 
-    start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
-    end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
-    if recent_of is not None:
-        recent = tl.load(recent_of + batch)
+    start = tl.maximum(tl.load(kv_start_ptr + batch), 0) if kv_start_ptr is not None else 0
+    end = tl.minimum(tl.load(kv_len_ptr + batch), num_keys) if kv_len_ptr is not None else num_keys
+    if recent_of_ptr is not None:
+        recent = tl.load(recent_of_ptr + batch)
     end = tl.maximum(end, start)
     sink_end, recent_begin = dense_window(start, end, recent, sink)
     num_sink = sink_end - start
@@ -257,14 +258,14 @@ def _split_bucket_decode_kernel(
 
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
-    b_q = load_group(q, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
+    b_q = load_group(q_ptr, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
     m = tl.full([BH], float("-inf"), tl.float32)
     l = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, BD], tl.float32)
     count = tl.zeros([BH, BN], tl.int32)  # rows are equal
 
     for first in tl.range(0, tl.maximum(num_probes, 1), BL):
-        begin, size = _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL)
+        begin, size = _bucket_ranges(probes_ptr, offsets_ptr, first, num_probes, num_buckets, BL)
         window = tl.where(first == 0, dense, 0)
         list_end = window + tl.cumsum(size, 0)
         list_begin = list_end - size
@@ -278,41 +279,41 @@ def _split_bucket_decode_kernel(
             window_key = tl.where(position < num_sink, start + position, recent_begin + position - num_sink)
             window_key = tl.where(position < tl.minimum(window, stop), window_key, -1)
             m_listed = (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
-            member = tl.load(order + listed, mask=m_listed, other=-1)
+            member = tl.load(order_ptr + listed, mask=m_listed, other=-1)
             # Keys of the index that are in the dense window are skipped, since the window has its own positions in the list.
             key = tl.where((member >= sink_end) & (member < recent_begin), member, window_key)
             live = key >= 0
             m_tile = live[:, None] & m_d[None, :]
             key = key.to(tl.int64)
-            b_k = tl.load(k + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
-            b_v = tl.load(v + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
+            b_k = tl.load(k_ptr + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
+            b_v = tl.load(v_ptr + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
             s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
             if limit is not None:
                 s = cap_scores(s, limit)
-            if counts is not None:
+            if counts_ptr is not None:
                 # The second operand is always true. It gives the sum the layout of s, in which `live` is computed anyway; in
                 # another layout, each tile would load its index entries once more, outside the pipeline.
                 count += tl.where(live[None, :] & ((s == s) | (s != s)), 1, 0)
             s = tl.where(live[None, :], s, float("-inf"))
             m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
 
-    if counts is not None:
+    if counts_ptr is not None:
         num_read = tl.max(tl.sum(count, 1), 0)
-        tl.atomic_add(counts + batch * kv_heads + kv_head, num_read.to(tl.int64), sem="relaxed")
-    store_split(part_max, part_sum, part_out, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
+        tl.atomic_add(counts_ptr + batch * kv_heads + kv_head, num_read.to(tl.int64), sem="relaxed")
+    store_split(part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
 
 
 @triton.jit
-def _bucket_ranges(probes, offsets, first, num_probes, num_buckets, BL: tl.constexpr):
+def _bucket_ranges(probes_ptr, offsets_ptr, first, num_probes, num_buckets, BL: tl.constexpr):
     """Returns begin and size ``[BL]`` of buckets ``probes[first : first + BL]``.
 
     The size is 0 for -1 and for repetitions. Only these BL probes are compared with each other: a loop over earlier probes,
     inside the caller's loop, would hide the alignment of K and V from the compiler, which would then load two bytes at a time.
     """
     place = first + tl.arange(0, BL)
-    bucket = tl.load(probes + place, mask=place < num_probes, other=-1)
+    bucket = tl.load(probes_ptr + place, mask=place < num_probes, other=-1)
     repeated = (bucket[:, None] == bucket[None, :]) & (place[:, None] < place[None, :])
     live = (bucket >= 0) & (bucket < num_buckets) & (tl.max(repeated.to(tl.int32), 0) == 0)
-    begin = tl.load(offsets + bucket, mask=live, other=0)
-    end = tl.load(offsets + bucket + 1, mask=live, other=0)
+    begin = tl.load(offsets_ptr + bucket, mask=live, other=0)
+    end = tl.load(offsets_ptr + bucket + 1, mask=live, other=0)
     return begin, end - begin

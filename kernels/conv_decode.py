@@ -18,7 +18,7 @@ For the last c_q - 1 keys some ``q_a`` count as 0. The results that involve thes
 multiplies shifted keys by the unweighted queries.
 
 Tiles: four heads of a group; BA queries, BC taps; BW streams of two keys, BN keys in total; BD head size. Four copies of the
-heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Grid: (split and head block,
+heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (split and head block,
 key/value head, sequence), where split 0 computes the results at the end of the keys; then the merge kernel.
 """
 
@@ -173,7 +173,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])
 def _split_conv_decode_kernel(
-    q, k, v, weight, kv_start, kv_len, part_max, part_sum, part_out,
+    q_ptr, k_ptr, v_ptr, weight_ptr, kv_start_ptr, kv_len_ptr, part_max_ptr, part_sum_ptr, part_out_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
@@ -186,39 +186,39 @@ def _split_conv_decode_kernel(
     split, head_block = tl.program_id(0) // head_blocks, tl.program_id(0) % head_blocks
     num_splits = tl.num_programs(0) // head_blocks
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    start = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
-    end = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
+    start = tl.maximum(tl.load(kv_start_ptr + batch), 0) if kv_start_ptr is not None else 0
+    end = tl.minimum(tl.load(kv_len_ptr + batch), num_keys) if kv_len_ptr is not None else num_keys
     oldest = end - WINDOW  # position of the window's first query, which does not see later keys
     tail = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that involves such a key
 
     m_d = tl.arange(0, BD) < HEAD
-    q += batch * stride_qb + kv_head * group * stride_qh
-    weight += kv_head * group * WINDOW * TAPS
-    k += batch * stride_kb + kv_head * stride_kh + tl.arange(0, BD)[None, :] * stride_kd
-    v += batch * stride_vb + kv_head * stride_vh + tl.arange(0, BD)[None, :] * stride_vd
+    q_ptr += batch * stride_qb + kv_head * group * stride_qh
+    weight_ptr += kv_head * group * WINDOW * TAPS
+    k_ptr += batch * stride_kb + kv_head * stride_kh + tl.arange(0, BD)[None, :] * stride_kd
+    v_ptr += batch * stride_vb + kv_head * stride_vh + tl.arange(0, BD)[None, :] * stride_vd
     if split == 0:
         m, l, acc = _tail_keys(
-            q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+            q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
             group, head_block, before, start, end, oldest, tail, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION,
         )  # fmt: skip
     else:
         m, l, acc = _stream_keys(
-            q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+            q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
             group, head_block, before, start, tail, split - 1, num_splits - 1, scale2,
             HEAD, WINDOW, TAPS, BC, BW, BD, PRECISION,
         )  # fmt: skip
 
     head, row = head_block * 4 + tl.arange(0, 4), tl.arange(0, 16)
     part = (batch * tl.num_programs(1) + kv_head) * group * num_splits + split
-    tl.store(part_max + part + head * num_splits, m, mask=head < group)
-    tl.store(part_sum + part + head * num_splits, l, mask=head < group)
-    p_out = part_out + (part + (head_block * 4 + row) * num_splits)[:, None] * HEAD + tl.arange(0, BD)[None, :]
-    tl.store(p_out, acc, mask=((row < 4) & (head_block * 4 + row < group))[:, None] & m_d[None, :])
+    tl.store(part_max_ptr + part + head * num_splits, m, mask=head < group)
+    tl.store(part_sum_ptr + part + head * num_splits, l, mask=head < group)
+    out_ptrs = part_out_ptr + (part + (head_block * 4 + row) * num_splits)[:, None] * HEAD + tl.arange(0, BD)[None, :]
+    tl.store(out_ptrs, acc, mask=((row < 4) & (head_block * 4 + row < group))[:, None] & m_d[None, :])
 
 
 @triton.jit
 def _stream_keys(
-    q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+    q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
     group, head_block, before, start, tail, split, num_splits, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -227,7 +227,7 @@ def _stream_keys(
     BN: tl.constexpr = 2 * BW
     length = tl.cdiv(tl.maximum(tail - start, 0), num_splits * BN) * 2
     first = start + split * length * BW
-    x = _weighted_queries(q, weight, stride_qh, stride_qn, stride_qd, group, head_block, HEAD, WINDOW, TAPS, BC, BD)
+    x = _weighted_queries(q_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, group, head_block, HEAD, WINDOW, TAPS, BC, BD)
 
     m_d, o_tile = tl.arange(0, BD) < HEAD, tl.arange(0, BN)
     key = first + (o_tile // 16 * 8 + o_tile % 8) * length + o_tile // 8 % 2 - before  # in the row order of the product
@@ -235,7 +235,7 @@ def _stream_keys(
     place = o_tile % 2 - (TAPS - 1)  # in the stream, of the result that a key completes
     result = first + o_tile // 2 * length + place
     place_end = tl.minimum(length, tail - result + place)
-    p_k, p_v = k + key.to(tl.int64)[:, None] * stride_km, v + result.to(tl.int64)[:, None] * stride_vm
+    k_ptrs, v_ptrs = k_ptr + key.to(tl.int64)[:, None] * stride_km, v_ptr + result.to(tl.int64)[:, None] * stride_vm
     o_term = tl.arange(0, 2 * BC)  # key of the step, tap
     ahead = tl.where(o_term % BC < TAPS, o_term // BC + TAPS - 1 - o_term % BC, -1)  # results from the first one completed
 
@@ -244,7 +244,7 @@ def _stream_keys(
     l, acc = tl.zeros([4, BN], tl.float32), tl.zeros([16, BD], tl.float32)
     for n in tl.range(0, tl.where(first < tail, length + TAPS - 1, 0), 2):
         m_key = (key + n >= start) & (key + n < key_end)
-        b_k = tl.load(p_k, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        b_k = tl.load(k_ptrs, mask=m_key[:, None] & m_d[None, :], other=0.0)
         u = tl.dot(b_k, tl.trans(x), input_precision=PRECISION)  # [BN, 4 * BC]
         u = tl.permute(tl.reshape(u, [BW // 8, 2, 8, BC // 2, 4, 2]), [0, 2, 4, 1, 3, 5])
         u = tl.reshape(u, [BW, 4, 2 * BC])
@@ -259,16 +259,16 @@ def _stream_keys(
         s = tl.reshape(tl.permute(tl.join(sums[0], sums[1]), [1, 0, 2]), [4, BN])  # pyrefly: ignore[bad-index]
 
         live = (place + n >= 0) & (place + n < place_end)
-        b_v = tl.load(p_v, mask=live[:, None] & m_d[None, :], other=0.0)
+        b_v = tl.load(v_ptrs, mask=live[:, None] & m_d[None, :], other=0.0)
         m, l, acc = _softmax_step(s, live, b_v, m, l, acc, scale2, BN, PRECISION)
-        p_k += 2 * stride_km
-        p_v += 2 * stride_vm
+        k_ptrs += 2 * stride_km
+        v_ptrs += 2 * stride_vm
     return m, tl.sum(l, 1), acc
 
 
 @triton.jit
 def _weighted_queries(
-    q, weight, stride_qh, stride_qn, stride_qd, group, head_block,
+    q_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, group, head_block,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Returns ``x [4 * BC, BD]``, the queries weighted by the taps.
@@ -279,17 +279,17 @@ def _weighted_queries(
     column, head = row // 8 * 2 + row % 2, head_block * 4 + row // 2 % 4
     m_row = (head < group) & (column < TAPS)
     head = tl.minimum(head, group - 1)
-    p_q = q + head[:, None] * stride_qh + o_d[None, :] * stride_qd
+    q_ptrs = q_ptr + head[:, None] * stride_qh + o_d[None, :] * stride_qd
     x = tl.zeros([4 * BC, BD], tl.float32)
     for a in tl.static_range(WINDOW):
-        w = tl.load(weight + (head * WINDOW + a) * TAPS + column, mask=m_row, other=0.0).to(tl.float32)
-        x += w[:, None] * tl.load(p_q + a * stride_qn, mask=(o_d < HEAD)[None, :], other=0.0).to(tl.float32)
-    return x.to(q.dtype.element_ty)
+        w = tl.load(weight_ptr + (head * WINDOW + a) * TAPS + column, mask=m_row, other=0.0).to(tl.float32)
+        x += w[:, None] * tl.load(q_ptrs + a * stride_qn, mask=(o_d < HEAD)[None, :], other=0.0).to(tl.float32)
+    return x.to(q_ptr.dtype.element_ty)
 
 
 @triton.jit
 def _tail_keys(
-    q, k, v, weight, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
+    q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
     group, head_block, before, start, end, oldest, tail, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -301,22 +301,22 @@ def _tail_keys(
     m_d = o_d < HEAD
     a, head = row % BA, head_block * 4 + row // BA
     m_row = (head < group) & (a < WINDOW) & (oldest + a >= start)
-    p_q = q + (head * stride_qh + a * stride_qn)[:, None] + o_d[None, :] * stride_qd
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)
-    p_weight = weight + (head * WINDOW + a) * TAPS
+    q_ptrs = q_ptr + (head * stride_qh + a * stride_qn)[:, None] + o_d[None, :] * stride_qd
+    b_q = tl.load(q_ptrs, mask=m_row[:, None] & m_d[None, :], other=0.0)
+    weight_ptrs = weight_ptr + (head * WINDOW + a) * TAPS
 
     j = tail + tl.arange(0, 64)
     s = tl.zeros([64, 4], tl.float32)
     for c in tl.range(0, TAPS):
         key = j - before + c
         m_key = (key >= start) & (key < end)
-        b_k = tl.load(k + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
-        w = tl.load(p_weight + c, mask=m_row, other=0.0).to(tl.float32)
+        b_k = tl.load(k_ptr + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        w = tl.load(weight_ptrs + c, mask=m_row, other=0.0).to(tl.float32)
         each = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [64, 4 * BA]
         each = tl.where(key[:, None] <= (oldest + a)[None, :], each * w[None, :], 0.0)
         s += tl.sum(tl.reshape(each, [64, 4, BA]), 2)
     live = j < end
-    b_v = tl.load(v + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
+    b_v = tl.load(v_ptr + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
     m = tl.full([4], float("-inf"), tl.float32)
     l, acc = tl.zeros([4, 64], tl.float32), tl.zeros([16, BD], tl.float32)
     m, l, acc = _softmax_step(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)

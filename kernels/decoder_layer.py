@@ -9,7 +9,7 @@ run. These functions launch one kernel each, and round exactly where the modules
 
 They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in this file too.
 
-Tiles: BR rows, BD columns of a row, BN elements, BH half a head. Prefixes: p_ pointer, o_ offset, m_ mask, b_ tile. Grids:
+Tiles: BR rows, BD columns of a row, BN elements, BH half a head. Prefixes: o_ offset, m_ mask, b_ tile. Grids:
 (rows), (row and block of it), (head, sequence).
 """
 
@@ -279,7 +279,7 @@ def _without_tokens(x: Tensor) -> tuple[int, int, int]:
 
 @triton.jit(do_not_specialize=["rows", "inner"])
 def _rms_norm_kernel(
-    p_x, p_weight, p_out, eps, rows, inner, stride_outer, stride_inner, stride_weight,
+    x_ptr, weight_ptr, out_ptr, eps, rows, inner, stride_outer, stride_inner, stride_weight,
     COLS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, o_d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BD)
@@ -287,40 +287,40 @@ def _rms_norm_kernel(
     mask = (row < rows)[:, None] & m_d[None, :]
     o_row = (row // inner).to(tl.int64) * stride_outer + (row % inner).to(tl.int64) * stride_inner
     # Before the wait, as parameters are not written by the kernel before.
-    b_weight = tl.load(p_weight + o_d * stride_weight, mask=m_d, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + o_d * stride_weight, mask=m_d, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    b_x = tl.load(p_x + o_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
+    b_x = tl.load(x_ptr + o_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
     factor = tl.rsqrt(tl.sum(b_x * b_x, 1) / COLS + eps)
-    b_x = (b_x * factor[:, None]).to(p_x.dtype.element_ty).to(tl.float32)
-    b_out = (b_x * b_weight[None, :]).to(p_out.dtype.element_ty)
-    tl.store(p_out + row.to(tl.int64)[:, None] * COLS + o_d[None, :], b_out, mask=mask)
+    b_x = (b_x * factor[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
+    b_out = (b_x * b_weight[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * COLS + o_d[None, :], b_out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["blocks", "inner"])
 def _gated_silu_kernel(
-    p_gate, p_up, p_out, cols, blocks, inner, stride_gate_outer, stride_gate_inner, stride_up_outer, stride_up_inner,
+    gate_ptr, up_ptr, out_ptr, cols, blocks, inner, stride_gate_outer, stride_gate_inner, stride_up_outer, stride_up_inner,
     BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     i_outer, i_inner = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     col = block.to(tl.int64) * BN + tl.arange(0, BN)
     mask = col < cols
-    p_gate += i_outer * stride_gate_outer + i_inner * stride_gate_inner
-    p_up += i_outer * stride_up_outer + i_inner * stride_up_inner
+    gate_ptr += i_outer * stride_gate_outer + i_inner * stride_gate_inner
+    up_ptr += i_outer * stride_up_outer + i_inner * stride_up_inner
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    b_gate = tl.load(p_gate + col, mask=mask, other=0.0)
-    b_up = tl.load(p_up + col, mask=mask, other=0.0)
+    b_gate = tl.load(gate_ptr + col, mask=mask, other=0.0)
+    b_up = tl.load(up_ptr + col, mask=mask, other=0.0)
     b_gate = b_gate.to(tl.float32)
-    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_gate.dtype.element_ty)
-    b_out = (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(p_out.dtype.element_ty)
-    tl.store(p_out + row.to(tl.int64) * cols + col, b_out, mask=mask)
+    b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(gate_ptr.dtype.element_ty)
+    b_out = (b_silu.to(tl.float32) * b_up.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row.to(tl.int64) * cols + col, b_out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["q_heads", "capacity"])
 def _rotate_and_append_kernel(
-    p_q, p_k, p_v, p_cos, p_sin, p_keys, p_values, p_position, p_out, q_heads, capacity,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, capacity,
     stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd, stride_vb, stride_vh, stride_vd,
     stride_cos_b, stride_cos_d, stride_sin_b, stride_sin_d,
     stride_keys_b, stride_keys_h, stride_keys_m, stride_keys_d,
@@ -334,40 +334,40 @@ def _rotate_and_append_kernel(
     first = tl.arange(0, BH)
     mask = first < HALF
     second = HALF + first
-    p_cos += batch * stride_cos_b
-    p_sin += batch * stride_sin_b
-    cos_first = tl.load(p_cos + first * stride_cos_d, mask=mask, other=0.0)
-    cos_second = tl.load(p_cos + second * stride_cos_d, mask=mask, other=0.0)
-    sin_first = tl.load(p_sin + first * stride_sin_d, mask=mask, other=0.0)
-    sin_second = tl.load(p_sin + second * stride_sin_d, mask=mask, other=0.0)
+    cos_ptr += batch * stride_cos_b
+    sin_ptr += batch * stride_sin_b
+    cos_first = tl.load(cos_ptr + first * stride_cos_d, mask=mask, other=0.0)
+    cos_second = tl.load(cos_ptr + second * stride_cos_d, mask=mask, other=0.0)
+    sin_first = tl.load(sin_ptr + first * stride_sin_d, mask=mask, other=0.0)
+    sin_second = tl.load(sin_ptr + second * stride_sin_d, mask=mask, other=0.0)
     if head < q_heads:
-        p_q += batch * stride_qb + head.to(tl.int64) * stride_qh
-        q_first, q_second = _rotated(p_q, stride_qd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
-        p_out += (batch * q_heads + head) * (2 * HALF)
-        tl.store(p_out + first, q_first, mask=mask)
-        tl.store(p_out + second, q_second, mask=mask)
+        q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
+        q_first, q_second = _rotated(q_ptr, stride_qd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
+        out_ptr += (batch * q_heads + head) * (2 * HALF)
+        tl.store(out_ptr + first, q_first, mask=mask)
+        tl.store(out_ptr + second, q_second, mask=mask)
     else:
         kv_head = (head - q_heads).to(tl.int64)
-        position = tl.load(p_position)
-        p_k += batch * stride_kb + kv_head * stride_kh
-        p_v += batch * stride_vb + kv_head * stride_vh
-        v_first = tl.load(p_v + first * stride_vd, mask=mask, other=0.0)
-        v_second = tl.load(p_v + second * stride_vd, mask=mask, other=0.0)
-        k_first, k_second = _rotated(p_k, stride_kd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
+        position = tl.load(position_ptr)
+        k_ptr += batch * stride_kb + kv_head * stride_kh
+        v_ptr += batch * stride_vb + kv_head * stride_vh
+        v_first = tl.load(v_ptr + first * stride_vd, mask=mask, other=0.0)
+        v_second = tl.load(v_ptr + second * stride_vd, mask=mask, other=0.0)
+        k_first, k_second = _rotated(k_ptr, stride_kd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
         m_write = mask & (position >= 0) & (position < capacity)
-        p_keys += batch * stride_keys_b + kv_head * stride_keys_h + position * stride_keys_m
-        p_values += batch * stride_values_b + kv_head * stride_values_h + position * stride_values_m
-        tl.store(p_keys + first * stride_keys_d, k_first, mask=m_write)
-        tl.store(p_keys + second * stride_keys_d, k_second, mask=m_write)
-        tl.store(p_values + first * stride_values_d, v_first, mask=m_write)
-        tl.store(p_values + second * stride_values_d, v_second, mask=m_write)
+        keys_ptr += batch * stride_keys_b + kv_head * stride_keys_h + position * stride_keys_m
+        values_ptr += batch * stride_values_b + kv_head * stride_values_h + position * stride_values_m
+        tl.store(keys_ptr + first * stride_keys_d, k_first, mask=m_write)
+        tl.store(keys_ptr + second * stride_keys_d, k_second, mask=m_write)
+        tl.store(values_ptr + first * stride_values_d, v_first, mask=m_write)
+        tl.store(values_ptr + second * stride_values_d, v_second, mask=m_write)
 
 
 @triton.jit
-def _rotated(p_x, stride_d, cos_first, cos_second, sin_first, sin_second, first, second, mask):
+def _rotated(x_ptr, stride_d, cos_first, cos_second, sin_first, sin_second, first, second, mask):
     """Loads a head and returns both of its halves after RoPE, in its dtype."""
-    x_first = tl.load(p_x + first * stride_d, mask=mask, other=0.0)
-    x_second = tl.load(p_x + second * stride_d, mask=mask, other=0.0)
+    x_first = tl.load(x_ptr + first * stride_d, mask=mask, other=0.0)
+    x_second = tl.load(x_ptr + second * stride_d, mask=mask, other=0.0)
     return (
         (_rounded_product(x_first, cos_first) - _rounded_product(x_second, sin_first)).to(x_first.dtype),
         (_rounded_product(x_second, cos_second) + _rounded_product(x_first, sin_second)).to(x_first.dtype),

@@ -6,7 +6,7 @@
 Inputs are queries and keys before RoPE (section 3.1 of the paper). There are five launches: queries and keys are pooled
 (:mod:`msattn.kernels.common.block_pooling`), then projected and rotated (RoPE). In the last kernel a program owns some rows of
 one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so that logits
-are not stored. Products are three TF32 products each, nearly as accurate as fp32. Prefix: p_ pointer.
+are not stored. Products are three TF32 products each, nearly as accurate as fp32.
 """
 
 import torch
@@ -195,7 +195,7 @@ def launch_map(
 
 @triton.jit(do_not_specialize=["heads_in", "blocks", "offset"])
 def _project_kernel(
-    p_pooled, p_weight, p_inv_freq, p_kv_start, p_out, heads_in, blocks, offset, scale,
+    pooled_ptr, weight_ptr, inv_freq_ptr, kv_start_ptr, out_ptr, heads_in, blocks, offset, scale,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -208,51 +208,51 @@ def _project_kernel(
     t = tile * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
     half: tl.constexpr = HIDDEN // 2
-    p_row = p_pooled + ((b.to(tl.int64) * heads_in + h * heads_in // heads) * blocks + t[:, None]) * WIDTH
-    p_first = p_weight + (h.to(tl.int64) * HIDDEN + pair[:, None]) * (PARTS * WIDTH)
+    row_ptrs = pooled_ptr + ((b.to(tl.int64) * heads_in + h * heads_in // heads) * blocks + t[:, None]) * WIDTH
+    first_ptr = weight_ptr + (h.to(tl.int64) * HIDDEN + pair[:, None]) * (PARTS * WIDTH)
     first = tl.zeros([ROWS, PAIRS], tl.float32)
     second = tl.zeros([ROWS, PAIRS], tl.float32)
     for _part in tl.range(0, PARTS):  # type: ignore[misc]
         for start in tl.range(0, WIDTH, CHUNK):  # type: ignore[misc]
             w = start + tl.arange(0, CHUNK)[None, :]
             inside_weight = (pair < half)[:, None] & (w < WIDTH)
-            x = tl.load(p_row + w, mask=(t < blocks)[:, None] & (w < WIDTH), other=0.0)
-            first = tl.dot(x, tl.trans(tl.load(p_first + w, mask=inside_weight, other=0.0)), first, input_precision="tf32x3")
-            weight = tl.load(p_first + half * PARTS * WIDTH + w, mask=inside_weight, other=0.0)
+            x = tl.load(row_ptrs + w, mask=(t < blocks)[:, None] & (w < WIDTH), other=0.0)
+            first = tl.dot(x, tl.trans(tl.load(first_ptr + w, mask=inside_weight, other=0.0)), first, input_precision="tf32x3")
+            weight = tl.load(first_ptr + half * PARTS * WIDTH + w, mask=inside_weight, other=0.0)
             second = tl.dot(x, tl.trans(weight), second, input_precision="tf32x3")
-        p_row += blocks.to(tl.int64) * WIDTH  # the next head
-        p_first += WIDTH
-    if p_inv_freq is not None:
-        _, _, _, _, delta = sequence_span(p_kv_start, b, 0, 0, offset)
-        angle = (t * BLOCK + delta).to(tl.float32)[:, None] * tl.load(p_inv_freq + pair, mask=pair < half, other=0.0)[None, :]
+        row_ptrs += blocks.to(tl.int64) * WIDTH  # the next head
+        first_ptr += WIDTH
+    if inv_freq_ptr is not None:
+        _, _, _, _, delta = sequence_span(kv_start_ptr, b, 0, 0, offset)
+        angle = (t * BLOCK + delta).to(tl.float32)[:, None] * tl.load(inv_freq_ptr + pair, mask=pair < half, other=0.0)[None, :]
         cos, sin = tl.cos(angle), tl.sin(angle)
         first, second = first * cos - second * sin, second * cos + first * sin
-    p_out += ((b.to(tl.int64) * heads + h) * blocks + t[:, None]) * HIDDEN + pair[None, :]
+    out_ptr += ((b.to(tl.int64) * heads + h) * blocks + t[:, None]) * HIDDEN + pair[None, :]
     inside = (t < blocks)[:, None] & (pair < half)[None, :]
-    tl.store(p_out, first * scale, mask=inside)
-    tl.store(p_out + half, second * scale, mask=inside)
+    tl.store(out_ptr, first * scale, mask=inside)
+    tl.store(out_ptr + half, second * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows"])
 def _map_kernel(
-    p_q, p_k, p_scores, p_kv_start, num_queries, num_keys, offset, rows, cols,
+    q_ptr, k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, cols,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     head = b.to(tl.int64) * tl.num_programs(0) + h
     r = tile * ROWS + tl.arange(0, ROWS)
     seen = tl.minimum(keys, tl.minimum((r + 1) * BLOCK, queries) + delta)  # keys before the end of a row block
     end = tl.where(r * BLOCK < queries, tl.cdiv(seen, BLOCK), 0)
     last = tl.max(end, 0)
 
-    p_q += head * rows * HIDDEN
-    p_k += head * cols * HIDDEN
+    q_ptr += head * rows * HIDDEN
+    k_ptr += head * cols * HIDDEN
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
@@ -260,24 +260,24 @@ def _map_kernel(
     base = tl.where(m == float("-inf"), 0.0, m)
     inverse_sum = 1.0 / tl.where(l > 0, l, 1.0)
 
-    p_scores += (head * rows + r[:, None]) * cols
+    scores_ptr += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
         c = start + tl.arange(0, COLS)[None, :]
-        tl.store(p_scores + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
+        tl.store(scores_ptr + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
-        tl.store(p_scores + c, tl.zeros([ROWS, COLS], tl.float32), mask=(r < rows)[:, None] & (c < cols))
+        tl.store(scores_ptr + c, tl.zeros([ROWS, COLS], tl.float32), mask=(r < rows)[:, None] & (c < cols))
 
 
 @triton.jit
-def _logits(p_q, p_k, r, start, end, rows, cols, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr):
+def _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr):
     """Returns logits of rows ``r`` and COLS columns, -inf from each row's ``end`` on."""
     c = start + tl.arange(0, COLS)
     s = tl.zeros([r.shape[0], COLS], tl.float32)
     for first in tl.static_range(0, HIDDEN, DEPTH):
         d = first + tl.arange(0, DEPTH)[None, :]
-        q = tl.load(p_q + r[:, None] * HIDDEN + d, mask=(r < rows)[:, None] & (d < HIDDEN), other=0.0)
-        k = tl.load(p_k + c[:, None] * HIDDEN + d, mask=(c < cols)[:, None] & (d < HIDDEN), other=0.0)
+        q = tl.load(q_ptr + r[:, None] * HIDDEN + d, mask=(r < rows)[:, None] & (d < HIDDEN), other=0.0)
+        k = tl.load(k_ptr + c[:, None] * HIDDEN + d, mask=(c < cols)[:, None] & (d < HIDDEN), other=0.0)
         s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
     return tl.where(c[None, :] < end[:, None], s, float("-inf"))

@@ -7,7 +7,7 @@ lse_i). The LSE is known only after the last key, so the maxima are buffered in 
 persistent and reuse one buffer ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
 
 Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or two strips of W = min(BN, block) keys each.
-Prefix: p_ pointer. Comments give the shapes of tiles.
+Comments give the shapes of tiles.
 """
 
 import torch
@@ -199,22 +199,22 @@ def launch(
     ]
 )  # fmt: skip
 def _maxpool_attention_kernel(
-    q_desc, k_desc, v_desc, p_out, p_lse, p_pooled, p_scratch, p_next_tile, p_kv_start, p_sinks,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, pooled_ptr, scratch_ptr, next_tile_ptr, kv_start_ptr, sinks_ptr,
     stride_b, stride_h, stride_n,
     tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    p_scratch += tl.program_id(0).to(tl.int64) * strips * BM
-    p_maxima = p_scratch + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
+    scratch_ptr += tl.program_id(0).to(tl.int64) * strips * BM
+    maxima_ptrs = scratch_ptr + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
     # Dynamic tile scheduling. Heads of a group are adjacent for L2 reuse; the longest rows come first.
-    tile = tl.atomic_add(p_next_tile, 1)
+    tile = tl.atomic_add(next_tile_ptr, 1)
     while tile < tiles:
         row_tile = row_tiles - 1 - tile // group % row_tiles
         kv_head = tile // (group * row_tiles) % kv_heads
         h = kv_head * group + tile % group
         b = tile // (group * row_tiles * kv_heads)
-        first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+        first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
         t0 = row_tile * BM
         t = t0 + tl.arange(0, BM)
 
@@ -229,8 +229,8 @@ def _maxpool_attention_kernel(
         m = tl.full([BM], float("-inf"), tl.float32)
         l = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, COLS], tl.float32)
-        if p_sinks is not None:  # the softmax begins with the sink, a key without a value
-            sink2 = tl.load(p_sinks + h) * (1.0 / LN_2)
+        if sinks_ptr is not None:  # the softmax begins with the sink, a key without a value
+            sink2 = tl.load(sinks_ptr + h) * (1.0 / LN_2)
             m, l = tl.zeros([BM], tl.float32) + sink2, l + 1
         for u0 in tl.range(0, last, BN):  # type: ignore[misc]
             k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
@@ -240,21 +240,21 @@ def _maxpool_attention_kernel(
             if u0 >= full:
                 s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
             maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
-            tl.store(p_maxima + u0 // W * BM, maxima)
+            tl.store(maxima_ptrs + u0 // W * BM, maxima)
             v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
             m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
         out, lse2 = softmax_finalize(m, l, acc, t < queries)
         stored_lse2 = lse2
-        if p_sinks is not None:
+        if sinks_ptr is not None:
             stored_lse2 = tl.where(lse2 == float("-inf"), sink2, lse2)  # pyrefly: ignore[unbound-name]
-        store_rows(p_out, p_lse, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
+        store_rows(out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
         tl.debug_barrier()  # all maxima are stored before they are read
-        p_map = p_pooled + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _store_block_map(p_map, p_scratch, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
+        map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
+        _store_block_map(map_ptr, scratch_ptr, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
         tl.debug_barrier()  # all maxima are read before the next tile overwrites them
-        tile = tl.atomic_add(p_next_tile, 1)
+        tile = tl.atomic_add(next_tile_ptr, 1)
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def _row_max(maxima, STRIPS: tl.constexpr):
 
 @triton.jit
 def _store_block_map(
-    p_map, p_scratch, lse2, last, first_row_block, row_blocks, col_blocks, scale2,
+    map_ptr, scratch_ptr, lse2, last, first_row_block, row_blocks, col_blocks, scale2,
     BM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``."""
@@ -281,10 +281,10 @@ def _store_block_map(
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
-        p_maxima = p_scratch + strip[:, None] * BM + tl.arange(0, BM)[None, :]
-        maxima = tl.load(p_maxima, mask=(strip * W < last)[:, None], other=float("-inf"), cache_modifier=".cg")
+        maxima_ptrs = scratch_ptr + strip[:, None] * BM + tl.arange(0, BM)[None, :]
+        maxima = tl.load(maxima_ptrs, mask=(strip * W < last)[:, None], other=float("-inf"), cache_modifier=".cg")
         logs = tl.reshape(maxima * scale2 - lse2[None, :], [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
         pooled = tl.exp2(tl.max(tl.max(logs, 3), 1))  # [BLOCKS, BM / BLOCK]
         c = c0 + tl.arange(0, BLOCKS)
         inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]
-        tl.store(p_map + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)
+        tl.store(map_ptr + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)

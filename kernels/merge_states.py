@@ -80,7 +80,7 @@ def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _merge_states_kernel(
-    p_outs, p_lses, p_out, p_lse,
+    outs_ptr, lses_ptr, out_ptr, lse_ptr,
     stride_os, stride_ob, stride_oh, stride_on, stride_od, stride_ls, stride_lb, stride_lh, stride_ln,
     parts, num_rows, heads, queries,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
@@ -89,27 +89,27 @@ def _merge_states_kernel(
     inside = row < num_rows
     b, h, i = row // (heads * queries), row // queries % heads, row % queries
     d = tl.arange(0, COLS)
-    p_outs += (b * stride_ob + h * stride_oh + i * stride_on)[:, None] + d[None, :] * stride_od
-    p_lses += b * stride_lb + h * stride_lh + i * stride_ln
+    outs_ptr += (b * stride_ob + h * stride_oh + i * stride_on)[:, None] + d[None, :] * stride_od
+    lses_ptr += b * stride_lb + h * stride_lh + i * stride_ln
 
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLS], tl.float32)
     for _ in tl.range(0, parts):
-        part_lse = tl.load(p_lses, mask=inside, other=float("-inf"))
+        part_lse = tl.load(lses_ptr, mask=inside, other=float("-inf"))
         m_new = tl.maximum(m, part_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
         needed = inside & (weight > 0)  # outputs of weight 0 are not read
-        part = tl.load(p_outs, mask=needed[:, None] & (d < HEAD)[None, :], other=0.0)
+        part = tl.load(outs_ptr, mask=needed[:, None] & (d < HEAD)[None, :], other=0.0)
         acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
         l = l * alpha + weight
         m = m_new
-        p_outs += stride_os
-        p_lses += stride_ls
+        outs_ptr += stride_os
+        lses_ptr += stride_ls
     seen = l > 0
     l = tl.where(seen, l, 1.0)
     acc = acc / l[:, None]  # 0 where all parts are empty
-    p_out += row[:, None] * HEAD + d[None, :]
-    tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=inside[:, None] & (d < HEAD)[None, :])
-    tl.store(p_lse + row, tl.where(seen, m + tl.log(l), float("-inf")), mask=inside)
+    out_ptr += row[:, None] * HEAD + d[None, :]
+    tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (d < HEAD)[None, :])
+    tl.store(lse_ptr + row, tl.where(seen, m + tl.log(l), float("-inf")), mask=inside)

@@ -10,7 +10,7 @@ their order.
 Products are nearly as accurate as in fp32. For 16-bit keys, an fp32 centroid is split into two 16-bit terms, ``high + low``,
 with an error of ``2 ** -18`` of itself in bf16 (less in fp16). For fp32 keys, products are three TF32 products.
 
-Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: p_ pointer, b_ tile, o_ offset, m_ mask. Grid: (key tile, head,
+Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (key tile, head,
 sequence), then (bucket tile, head and sequence, split of the keys).
 """
 
@@ -178,7 +178,7 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None 
 
 @triton.jit
 def _nearest_kernel(
-    k, high, low, buckets, products, stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
+    k_ptr, high, low, buckets_ptr, products_ptr, stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
     HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes buckets and products of BM keys. ``FULL``: C is a multiple of BC."""
@@ -186,8 +186,8 @@ def _nearest_kernel(
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     o_c, o_d = tl.arange(0, BC), tl.arange(0, BD)
     m_row, m_d = row < num_keys, o_d < HEAD
-    p_k = k + batch * stride_kb + head * stride_kh + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
-    b_k = tl.load(p_k, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    k_ptrs = k_ptr + batch * stride_kb + head * stride_kh + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+    b_k = tl.load(k_ptrs, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
     o_tile = head * num_buckets * HEAD + o_c[:, None] * HEAD + o_d[None, :]  # [BC, BD]
 
     best = tl.full([BM], float("-inf"), tl.float32)
@@ -207,38 +207,39 @@ def _nearest_kernel(
         best = tl.where(better, s_max, best)
         bucket = tl.where(better, first + s_top, bucket)
     o_row = (batch * tl.num_programs(1) + head) * num_keys + row
-    tl.store(buckets + o_row, bucket, mask=m_row)
-    tl.store(products + o_row, best, mask=m_row)
+    tl.store(buckets_ptr + o_row, bucket, mask=m_row)
+    tl.store(products_ptr + o_row, best, mask=m_row)
 
 
 @triton.jit(do_not_specialize=["heads"])
 def _sums_kernel(
-    k, buckets, sums, counts, stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets, split_keys,
+    k_ptr, buckets_ptr, sums_ptr, counts_ptr, stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets,
+    split_keys,
     HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes one split's ``sums [S, B, H, C, D]`` and ``counts [S, B, H, C]``."""
     sequence_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_c, o_m, o_d = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BM), tl.arange(0, BD)
     m_d = o_d < HEAD
-    k += sequence_head // heads * stride_kb + sequence_head % heads * stride_kh
-    buckets += sequence_head * num_keys
+    k_ptr += sequence_head // heads * stride_kb + sequence_head % heads * stride_kh
+    buckets_ptr += sequence_head * num_keys
 
     total = tl.zeros([BC, BD], tl.float32)
     # Counts are a product with ones, exact up to 2 ** 24 keys, since a row sum of the tile would need another register layout.
     count = tl.zeros([BC, 16], tl.float32)
-    ones = tl.full([BM, 16], 1.0, k.dtype.element_ty)
+    ones = tl.full([BM, 16], 1.0, k_ptr.dtype.element_ty)
     begin = split * split_keys
     end = tl.minimum(begin + split_keys, num_keys)
     for first in tl.range(begin, end, BM):
         row = first + o_m
         m_row = row < end
-        b_bucket = tl.load(buckets + row, mask=m_row, other=-1)
-        p_k = k + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
-        b_k = tl.load(p_k, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        b_bucket = tl.load(buckets_ptr + row, mask=m_row, other=-1)
+        k_ptrs = k_ptr + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+        b_k = tl.load(k_ptrs, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
         member = (o_c[:, None] == b_bucket[None, :]).to(b_k.dtype)  # [BC, BM]
         total = tl.dot(member, b_k, total, input_precision=PRECISION)
         count = tl.dot(member, ones, count, input_precision=PRECISION)
     m_c = o_c < num_buckets
     o_out = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * num_buckets + o_c
-    tl.store(sums + o_out[:, None] * HEAD + o_d[None, :], total, mask=m_c[:, None] & m_d[None, :])
-    tl.store(counts + o_out, tl.max(count, 1).to(tl.int32), mask=m_c)
+    tl.store(sums_ptr + o_out[:, None] * HEAD + o_d[None, :], total, mask=m_c[:, None] & m_d[None, :])
+    tl.store(counts_ptr + o_out, tl.max(count, 1).to(tl.int32), mask=m_c)

@@ -15,7 +15,7 @@ writes partial logits. The second kernel adds the partial logits of a query grou
 over their bits, because positive floats have the order of their bits as integers.
 
 Tiles: BM queries of a classifier; a slice of STEPS times BF hidden units; BC buckets; BD head size; BG queries of a group; BP
-all buckets. Prefixes: b_ tile, p_ pointer, o_ offset, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value
+all buckets. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value
 head, sequence).
 """
 
@@ -163,7 +163,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])
 def _partial_logits_kernel(
-    q, weight_in, bias_in, weight_out, part_logits, stride_qb, stride_qh, stride_qd,
+    q_ptr, weight_in_ptr, bias_in_ptr, weight_out_ptr, part_logits_ptr, stride_qb, stride_qh, stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
     HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -177,9 +177,9 @@ def _partial_logits_kernel(
     batch, head = row // heads_each, classifier * heads_each + row % heads_each
     bucket, o_d = block * BC + tl.arange(0, BC), tl.arange(0, BD)
     m_bucket, m_d = bucket < num_buckets, o_d < HEAD
-    p_q = q + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
+    q_ptrs = q_ptr + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
     o_step, all_units = tl.arange(0, STEPS), hidden_slice * STEPS * BF + tl.arange(0, STEPS * BF)
-    biases = tl.load(bias_in + classifier * hidden + all_units, mask=all_units < hidden, other=0.0).to(tl.float32)
+    biases = tl.load(bias_in_ptr + classifier * hidden + all_units, mask=all_units < hidden, other=0.0).to(tl.float32)
     biases = tl.reshape(biases, [STEPS, BF])
     part_logit = tl.zeros([BM, BC], tl.float32)
     # There are as many buffers as steps, so that all loads start before the first product. The mask of the queries depends on
@@ -187,21 +187,23 @@ def _partial_logits_kernel(
     for step in tl.range(0, STEPS):
         unit = (hidden_slice * STEPS + step) * BF + tl.arange(0, BF)
         m_unit = unit < hidden
-        b_q = tl.load(p_q, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
-        p_in = weight_in + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
-        b_in = tl.load(p_in, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
-        p_out = weight_out + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
-        b_out = tl.load(p_out, mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
+        b_q = tl.load(q_ptrs, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        in_ptrs = weight_in_ptr + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
+        b_in = tl.load(in_ptrs, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
+        out_ptrs = weight_out_ptr + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
+        b_out = tl.load(out_ptrs, mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
         bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
         h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
-        part_logit = tl.dot(h.to(q.dtype.element_ty), b_out, part_logit, input_precision=PRECISION)
+        part_logit = tl.dot(h.to(q_ptr.dtype.element_ty), b_out, part_logit, input_precision=PRECISION)
     row = (hidden_slice * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
-    tl.store(part_logits + row[:, None] * num_buckets + bucket[None, :], part_logit, mask=m_row[:, None] & m_bucket[None, :])
+    tl.store(
+        part_logits_ptr + row[:, None] * num_buckets + bucket[None, :], part_logit, mask=m_row[:, None] & m_bucket[None, :]
+    )
 
 
 @triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes", "threshold"])
 def _select_kernel(
-    part_logits, bias_out, sizes, selected, slices, group, heads_each, num_buckets, probes, threshold,
+    part_logits_ptr, bias_out_ptr, sizes_ptr, selected_ptr, slices, group, heads_each, num_buckets, probes, threshold,
     BG: tl.constexpr, BP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Selects the ``probes`` best buckets of one query group, with ``sizes`` those of them that reach ``threshold``."""
@@ -210,21 +212,21 @@ def _select_kernel(
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
     m_bucket = bucket < num_buckets
     m_logit = (o_head < group)[:, None] & m_bucket[None, :]
-    p_part_logit = part_logits + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
-    p_bias = bias_out + (kv_head * group + o_head) // heads_each * num_buckets
-    logit = tl.load(p_bias[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
+    part_logit_ptrs = part_logits_ptr + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
+    bias_ptrs = bias_out_ptr + (kv_head * group + o_head) // heads_each * num_buckets
+    logit = tl.load(bias_ptrs[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     # Pipelined, because the loads then are asynchronous copies; plain loads that add to registers are serialized.
     for hidden_slice in tl.range(0, slices, num_stages=STAGES):  # type: ignore[misc]
-        logit += tl.load(p_part_logit + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
+        logit += tl.load(part_logit_ptrs + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
     score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
     found = bucket
-    if sizes is not None:
-        p_sizes = sizes + (batch * tl.num_programs(0) + kv_head) * num_buckets
-        size = tl.load(p_sizes + bucket, mask=m_bucket, other=0).to(tl.float32)
+    if sizes_ptr is not None:
+        group_sizes_ptr = sizes_ptr + (batch * tl.num_programs(0) + kv_head) * num_buckets
+        size = tl.load(group_sizes_ptr + bucket, mask=m_bucket, other=0).to(tl.float32)
         mean = tl.maximum(tl.sum(score, 0), SMALLEST_SUM_) / tl.maximum(tl.sum(size, 0), 1.0)
         score = tl.where(size > 0, score / tl.maximum(size, 1.0) / mean, 0.0)
         found = tl.where(score >= threshold, bucket, -1)
@@ -244,4 +246,4 @@ def _select_kernel(
         last = (bits == low).to(tl.int32)
         is_selected = is_selected & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
     place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
-    tl.store(selected + (batch * tl.num_programs(0) + kv_head) * probes + place, found, mask=is_selected & (place < probes))
+    tl.store(selected_ptr + (batch * tl.num_programs(0) + kv_head) * probes + place, found, mask=is_selected & (place < probes))

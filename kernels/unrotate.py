@@ -6,7 +6,7 @@ Engines that hand over queries and keys after their rotation (vLLM), and caches,
 attention factor. In eager PyTorch a layer launches some 25 kernels for it; this is one for its queries and one for its keys.
 
 A plain function of tensors, not a registered operation; its form in PyTorch is in this file too. Tiles: BN tokens, BP pairs of
-channels, BR channels that do not rotate. Prefixes: p_ pointer, o_ offset, m_ mask. Grid: (block of tokens, head, sequence).
+channels, BR channels that do not rotate. Prefixes: o_ offset, m_ mask. Grid: (block of tokens, head, sequence).
 """
 
 import torch
@@ -88,7 +88,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @triton.jit(do_not_specialize=["tokens"])
 def _unrotate_kernel(
-    p_x, p_cos, p_sin, p_out, tokens,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, tokens,
     stride_xb, stride_xh, stride_xn, stride_xd, stride_ob, stride_oh, stride_on, stride_od,
     stride_cb, stride_cn, stride_cd, stride_sb, stride_sn, stride_sd,
     SIZE: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
@@ -101,21 +101,21 @@ def _unrotate_kernel(
     m_token = token < tokens
     mask = m_token & (pair < PAIRS)
     first, second = STEP * pair, STEP * pair + GAP
-    p_x += batch * stride_xb + head * stride_xh + token * stride_xn
-    p_out += batch * stride_ob + head * stride_oh + token * stride_on
-    p_cos += batch * stride_cb + token * stride_cn
-    p_sin += batch * stride_sb + token * stride_sn
-    a = tl.load(p_x + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(p_x + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(p_cos + first * stride_cd, mask=mask, other=1.0).to(tl.float32)
-    sin = tl.load(p_sin + first * stride_sd, mask=mask, other=0.0).to(tl.float32)
+    x_ptr += batch * stride_xb + head * stride_xh + token * stride_xn
+    out_ptr += batch * stride_ob + head * stride_oh + token * stride_on
+    cos_ptr += batch * stride_cb + token * stride_cn
+    sin_ptr += batch * stride_sb + token * stride_sn
+    a = tl.load(x_ptr + first * stride_xd, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + second * stride_xd, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + first * stride_cd, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + first * stride_sd, mask=mask, other=0.0).to(tl.float32)
     out = (a * cos + b * sin) / (cos * cos + sin * sin)
-    tl.store(p_out + first * stride_od, out.to(p_out.dtype.element_ty), mask=mask)
-    cos = tl.load(p_cos + second * stride_cd, mask=mask, other=1.0).to(tl.float32)
-    sin = tl.load(p_sin + second * stride_sd, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + first * stride_od, out.to(out_ptr.dtype.element_ty), mask=mask)
+    cos = tl.load(cos_ptr + second * stride_cd, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + second * stride_sd, mask=mask, other=0.0).to(tl.float32)
     out = (b * cos - a * sin) / (cos * cos + sin * sin)
-    tl.store(p_out + second * stride_od, out.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + second * stride_od, out.to(out_ptr.dtype.element_ty), mask=mask)
     if SIZE > 2 * PAIRS:
         rest = 2 * PAIRS + tl.arange(0, BR)[None, :]
         m_rest = m_token & (rest < SIZE)
-        tl.store(p_out + rest * stride_od, tl.load(p_x + rest * stride_xd, mask=m_rest, other=0.0), mask=m_rest)
+        tl.store(out_ptr + rest * stride_od, tl.load(x_ptr + rest * stride_xd, mask=m_rest, other=0.0), mask=m_rest)

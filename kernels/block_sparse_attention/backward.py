@@ -15,8 +15,7 @@ Row lists are iterated from the first key forwards, column lists from the last q
 share tiles in the L2 cache and both kernels process the blocks on the diagonal last.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists as in
-:mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one. Prefix: p_
-pointer.
+:mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one.
 """
 
 import torch
@@ -105,7 +104,7 @@ UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
 def _dq_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, p_lse, p_dlse, p_dq, p_stats, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -118,28 +117,28 @@ def _dq_kernel(
     kv_head = pid // (group * tiles) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * tiles * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, full, all_blocks = find_list(
-        p_lists, p_lengths, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    list_ptr, full, all_blocks = find_list(
+        lists_ptr, lengths_ptr, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
 
     q, dout, lse2, row_delta = load_query_rows(
-        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, kv_heads * group, t0, first_query, queries, num_queries,
-        stride_stats, BM, COLS,
+        q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr,
+        b, h, kv_heads * group, t0, first_query, queries, num_queries, stride_stats, BM, COLS,
     )  # fmt: skip
 
     t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BN
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
-        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
         dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
-        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
         dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
-    store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
+    store_tile(dq_ptr, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
 @triton.jit
@@ -161,7 +160,7 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -172,11 +171,11 @@ def _dkv_kernel(
     u0 = pid % tiles * BN  # the longest columns come first
     kv_head = pid // tiles % kv_heads
     b = pid // (tiles * kv_heads)
-    first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, full, all_blocks = find_list(
-        p_lists, p_lengths, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
+    first_key, first_query, keys, _, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    list_ptr, full, all_blocks = find_list(
+        lists_ptr, lengths_ptr, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
     )
-    p_list += all_blocks - 1  # iterated backwards
+    list_ptr += all_blocks - 1  # iterated backwards
     u = u0 + tl.arange(0, BN)
     k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
     v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
@@ -187,14 +186,14 @@ def _dkv_kernel(
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
-        entry = tl.load(p_list - n // PARTS).to(tl.int32)
+        entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, False, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
-        entry = tl.load(p_list - n // PARTS).to(tl.int32)
+        entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
-    store_tile(p_dk, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
-    store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
+    store_tile(dk_ptr, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+    store_tile(dv_ptr, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)

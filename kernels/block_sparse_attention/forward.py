@@ -7,7 +7,7 @@ read, full blocks before those on the diagonal or at the end of the keys. One pr
 list, so that the cost is proportional to the number of selected blocks. The backward pass is in
 :mod:`msattn.kernels.block_sparse_attention.backward`.
 
-A tile has BM = block queries and BN keys, a whole block or an even part of one. Prefix: p_ pointer.
+A tile has BM = block queries and BN keys, a whole block or an even part of one.
 """
 
 import torch
@@ -141,7 +141,7 @@ def launch(
 # num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
-    q_desc, k_desc, v_desc, p_out, p_lse, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -153,12 +153,12 @@ def _block_sparse_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
 
-    p_list, full, all_blocks = find_list(
-        p_lists, p_lengths, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    list_ptr, full, all_blocks = find_list(
+        lists_ptr, lengths_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
@@ -167,7 +167,7 @@ def _block_sparse_attention_kernel(
     acc = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
-        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
@@ -177,7 +177,7 @@ def _block_sparse_attention_kernel(
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
-    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
+    store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
 

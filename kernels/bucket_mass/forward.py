@@ -11,7 +11,7 @@ do not change the maximum and are subtracted from the sum.
 The loop keeps only the tile and thread of each row's largest score. A second kernel computes the scores of that thread's keys
 again to find the key, and a third one normalizes.
 
-Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets. Prefix: p_ pointer.
+Tiles: BM rows (row r = query r % n_q of the group's head r // n_q), BN keys, BD head size, BC buckets.
 Grid: (row tile, key/value head, split of the keys and sequence), then (row tile, bucket tile, key/value head of a sequence).
 """
 
@@ -222,7 +222,8 @@ def _positions(
 
 @triton.jit(do_not_specialize=["group", "num_queries", "num_buckets", "num_tiles", "num_splits", "min_distance"])
 def _mass_kernel(
-    q, keys, indices, out_rows, copies, first, q_pos, k_pos, sums, references, part_lse, part_score, part_place,
+    q_ptr, keys_desc, indices_ptr, out_rows_ptr, copies_ptr, first_ptr, q_pos_ptr, k_pos_ptr, sums_ptr, references_ptr,
+    part_lse_ptr, part_score_ptr, part_place_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2, limit,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
@@ -243,39 +244,39 @@ def _mass_kernel(
     kv_row = (batch * kv_heads + kv_head).to(tl.int64)
     num_tiles = num_tiles // num_splits
     first_tile = split * num_tiles
-    indices += kv_row * num_splits * num_tiles * BN
-    run = tl.cdiv(tl.load(first + kv_row * (num_buckets + 1) + num_buckets), num_splits * SEGMENTS)
+    indices_ptr += kv_row * num_splits * num_tiles * BN
+    run = tl.cdiv(tl.load(first_ptr + kv_row * (num_buckets + 1) + num_buckets), num_splits * SEGMENTS)
 
     rows = group * num_queries
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     m_row = row < rows
     m_tile = m_row[:, None] & (tl.arange(0, BD) < HEAD)[None, :]
-    b_q = load_rows(q, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
+    b_q = load_rows(q_ptr, row, m_tile, batch, kv_head, group, num_queries, stride_qb, stride_qh, stride_qn, stride_qd, BD)
     if Q_IN_REGISTERS:  # a computed operand stays in registers, which saves shared memory bandwidth
         b_q = tl.where(m_tile, b_q, 0.0)
     if MASKED:
-        b_q_pos = tl.load(q_pos + row % num_queries, mask=m_row, other=0)[:, None]
-    sample = tl.max(tl.dot(b_q, load_tile(keys, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION), 1)
+        b_q_pos = tl.load(q_pos_ptr + row % num_queries, mask=m_row, other=0)[:, None]
+    sample = tl.max(tl.dot(b_q, load_tile(keys_desc, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION), 1)
     if limit is not None:
         sample = cap_scores(sample, limit)
     reference = tl.floor(sample * scale2)[:, None]  # the same for all splits
-    p_sum = sums + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
+    all_sums_ptr = sums_ptr + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
     row_in_layout = _accumulator_order(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
 
     column = tl.arange(0, BN)
     segment = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [GROUPS, 4]
-    p_group = kv_row * num_splits * num_tiles * SEGMENTS + segment
+    o_group = kv_row * num_splits * num_tiles * SEGMENTS + segment
     m = tl.full([BM, 4], float("-inf"), tl.float32)
     acc = tl.zeros([BM, GROUPS, 4], tl.float32)  # sum of the current bucket of each segment
     l = tl.zeros([BM, 4], tl.float32)
     top = tl.full([BM, 4], float("-inf"), tl.float32)
     top_tile = tl.zeros([BM, 4], tl.int32)
-    b_k = load_tile(keys, batch, kv_head, first_tile * BN, BN, BD)
+    b_k = load_tile(keys_desc, batch, kv_head, first_tile * BN, BN, BD)
     s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BM, BN]
-    out_row = tl.load(out_rows + p_group + first_tile * SEGMENTS)
-    copied = tl.load(copies + p_group + first_tile * SEGMENTS)
+    out_row = tl.load(out_rows_ptr + o_group + first_tile * SEGMENTS)
+    copied = tl.load(copies_ptr + o_group + first_tile * SEGMENTS)
     if MASKED:
-        b_k_pos = tl.load(k_pos + tl.load(indices + first_tile * BN + column, mask=run > 0, other=0))
+        b_k_pos = tl.load(k_pos_ptr + tl.load(indices_ptr + first_tile * BN + column, mask=run > 0, other=0))
     for n in tl.range(first_tile, first_tile + run):
         if limit is not None:
             s = cap_scores(s, limit)
@@ -293,12 +294,12 @@ def _mass_kernel(
         exponents = s * scale2 - base[:, None, None, :, None]
 
         ahead = tl.minimum(n + 1, first_tile + run - 1)
-        b_k = load_tile(keys, batch, kv_head, ahead * BN, BN, BD)
+        b_k = load_tile(keys_desc, batch, kv_head, ahead * BN, BN, BD)
         s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # overlaps with the rest of this tile
-        out_row_ahead = tl.load(out_rows + p_group + ahead * SEGMENTS)
-        copied_ahead = tl.load(copies + p_group + ahead * SEGMENTS)
+        out_row_ahead = tl.load(out_rows_ptr + o_group + ahead * SEGMENTS)
+        copied_ahead = tl.load(copies_ptr + o_group + ahead * SEGMENTS)
         if MASKED:
-            b_k_pos = tl.load(k_pos + tl.load(indices + ahead * BN + column))
+            b_k_pos = tl.load(k_pos_ptr + tl.load(indices_ptr + ahead * BN + column))
 
         even, odd = tl.split(tl.exp2(exponents))  # [BM, GROUPS, G / 2, 4]
         total, key = _sum_and_first(even + odd, even, GROUP_SIZE // 2)
@@ -309,8 +310,8 @@ def _mass_kernel(
         l = l * alpha + tl.sum(tl.where(is_last, acc, 0.0), 1)
         encoded = to_log_fixed(acc, (m_new - reference)[:, None, :])
         row_of_sum = tl.trans(out_row)[:, None, :]  # [4, 1, GROUPS]
-        p_end = p_sum + row_of_sum.to(tl.int64) * rows + row_in_layout
-        tl.store(p_end, _accumulator_order(encoded, ROW_WARPS), mask=(row_of_sum >= 0) & (row_in_layout < rows))
+        end_ptrs = all_sums_ptr + row_of_sum.to(tl.int64) * rows + row_in_layout
+        tl.store(end_ptrs, _accumulator_order(encoded, ROW_WARPS), mask=(row_of_sum >= 0) & (row_in_layout < rows))
         acc = tl.where(is_last, 0.0, acc)
         m, out_row, copied = m_new, out_row_ahead, copied_ahead
 
@@ -319,12 +320,12 @@ def _mass_kernel(
     best = tl.max(top, 1)
     place = tl.where(top == best[:, None], top_tile * BN + 2 * tl.arange(0, 4)[None, :], -1)
     if split == 0:
-        tl.store(references + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
+        tl.store(references_ptr + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
     base = tl.where(best == float("-inf"), 0.0, tl.max(m, 1))[:, None]
     lse = base - reference + tl.log2(tl.sum(l * tl.exp2(m - base), 1))[:, None]
-    tl.store(part_lse + part[:, None], tl.where(best[:, None] == float("-inf"), float("-inf"), lse), mask=m_row[:, None])
-    tl.store(part_score + part, best, mask=m_row)
-    tl.store(part_place + part, tl.max(place, 1), mask=m_row)
+    tl.store(part_lse_ptr + part[:, None], tl.where(best[:, None] == float("-inf"), float("-inf"), lse), mask=m_row[:, None])
+    tl.store(part_score_ptr + part, best, mask=m_row)
+    tl.store(part_place_ptr + part, tl.max(place, 1), mask=m_row)
 
 
 @triton.jit

@@ -98,25 +98,25 @@ def _sort(buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["num_buckets"])
-def _first_kernel(begin, first, num_buckets, GROUP_SIZE: tl.constexpr, BC: tl.constexpr):
+def _first_kernel(begin_ptr, first_ptr, num_buckets, GROUP_SIZE: tl.constexpr, BC: tl.constexpr):
     """Computes ``first [H, C + 1]`` of one head from ``begin [H, C + 1]``."""
     head = tl.program_id(0).to(tl.int64)
-    begin += head * (num_buckets + 1)
-    first += head * (num_buckets + 1)
+    begin_ptr += head * (num_buckets + 1)
+    first_ptr += head * (num_buckets + 1)
     total = tl.zeros((), tl.int32)
     for c in tl.range(0, num_buckets, BC):
         bucket = c + tl.arange(0, BC)
         m_bucket = bucket < num_buckets
-        size = tl.load(begin + bucket + 1, mask=m_bucket, other=0) - tl.load(begin + bucket, mask=m_bucket, other=0)
+        size = tl.load(begin_ptr + bucket + 1, mask=m_bucket, other=0) - tl.load(begin_ptr + bucket, mask=m_bucket, other=0)
         groups = tl.cdiv(size.to(tl.int32), GROUP_SIZE)
-        tl.store(first + bucket, total + tl.cumsum(groups, 0) - groups, mask=m_bucket)
+        tl.store(first_ptr + bucket, total + tl.cumsum(groups, 0) - groups, mask=m_bucket)
         total += tl.sum(groups, 0)
-    tl.store(first + num_buckets, total)
+    tl.store(first_ptr + num_buckets, total)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_buckets", "steps", "num_splits"])
 def _pack_kernel(
-    k, order, begin, first, keys, indices, out_rows, copies, continued,
+    k_ptr, order_ptr, begin_ptr, first_ptr, keys_ptr, indices_ptr, out_rows_ptr, copies_ptr, continued_ptr,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets, steps, num_splits,
     HEAD: tl.constexpr, GROUP_SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -126,9 +126,9 @@ def _pack_kernel(
     split, n = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = batch * tl.num_programs(1) + kv_head
-    begin += head * (num_buckets + 1)
-    first += head * (num_buckets + 1)
-    total = tl.load(first + num_buckets)
+    begin_ptr += head * (num_buckets + 1)
+    first_ptr += head * (num_buckets + 1)
+    total = tl.load(first_ptr + num_buckets)
     run = tl.cdiv(total, num_splits * SEGMENTS)
     if n < run:
         o_col = tl.arange(0, BN)
@@ -138,29 +138,33 @@ def _pack_kernel(
         low, high = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32) + num_buckets
         for _ in tl.range(0, steps):  # bisection: the last bucket whose first key group is not after this one
             middle = (low + high + 1) // 2
-            after = tl.load(first + tl.minimum(middle, num_buckets - 1)) > key_group
+            after = tl.load(first_ptr + tl.minimum(middle, num_buckets - 1)) > key_group
             high = tl.where(after | (middle >= num_buckets), tl.minimum(high, middle - 1), high)
             low = tl.where(after | (middle >= num_buckets), low, middle)
-        bucket_begin, bucket_end = tl.load(first + low), tl.load(first + low + 1)
-        sorted_place = tl.load(begin + low) + (key_group - bucket_begin) * GROUP_SIZE
+        bucket_begin, bucket_end = tl.load(first_ptr + low), tl.load(first_ptr + low + 1)
+        sorted_place = tl.load(begin_ptr + low) + (key_group - bucket_begin) * GROUP_SIZE
         live = segment * run + n < total
-        size = tl.where(live, tl.load(begin + low + 1) - sorted_place, 0).to(tl.int32)  # past the last group: copies only
-        key = tl.load(order + sorted_place + tl.where(place < size, place, 0)) - head * num_keys
+        size = tl.where(live, tl.load(begin_ptr + low + 1) - sorted_place, 0).to(tl.int32)  # past the last group: copies only
+        key = tl.load(order_ptr + sorted_place + tl.where(place < size, place, 0)) - head * num_keys
 
         tile = head * tl.num_programs(0) + tl.program_id(0)
-        tl.store(indices + tile * BN + o_col, key.to(tl.int32))
+        tl.store(indices_ptr + tile * BN + o_col, key.to(tl.int32))
         is_last = live & ((key_group + 1 == bucket_end) | (n + 1 == run))
         continues = bucket_begin < segment * run
-        p_group = tile * SEGMENTS + segment_in_tile
-        tl.store(out_rows + p_group, tl.where(is_last, tl.where(continues, num_buckets + segment, low), -1), mask=place == 0)
-        tl.store(copies + p_group, tl.maximum(GROUP_SIZE - size, 0).to(tl.float32), mask=place == 0)
-        p_continued = continued + head * num_splits * SEGMENTS + segment
-        tl.store(p_continued, tl.where(live & continues, low, -1), mask=(place == 0) & (n == 0))
+        o_group = tile * SEGMENTS + segment_in_tile
+        tl.store(
+            out_rows_ptr + o_group, tl.where(is_last, tl.where(continues, num_buckets + segment, low), -1), mask=place == 0
+        )
+        tl.store(copies_ptr + o_group, tl.maximum(GROUP_SIZE - size, 0).to(tl.float32), mask=place == 0)
+        continued_ptrs = continued_ptr + head * num_splits * SEGMENTS + segment
+        tl.store(continued_ptrs, tl.where(live & continues, low, -1), mask=(place == 0) & (n == 0))
 
         o_d = tl.arange(0, BD)
         m_d = (o_d < HEAD)[None, :]
-        p_k = k + batch * stride_kb + kv_head * stride_kh + key.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
-        tl.store(keys + (tile * BN + o_col[:, None]) * HEAD + o_d[None, :], tl.load(p_k, mask=m_d), mask=m_d)
+        k_ptrs = (
+            k_ptr + batch * stride_kb + kv_head * stride_kh + key.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+        )
+        tl.store(keys_ptr + (tile * BN + o_col[:, None]) * HEAD + o_d[None, :], tl.load(k_ptrs, mask=m_d), mask=m_d)
 
 
 @triton.jit

@@ -32,22 +32,23 @@ def row_stats_view(row_stats: Tensor, num_queries: int, rows: int):
 
 @triton.jit
 def load_query_rows(
-    q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, q_heads, t0, first_query, queries, num_queries, stride_stats,
+    q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, b, h, q_heads, t0, first_query, queries, num_queries,
+    stride_stats,
     BM: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Loads rows of q and dO from query t0 on; computes and stores their statistics."""
     t = t0 + tl.arange(0, BM)
     head = (b * q_heads + h).to(tl.int64)
-    lse2 = load_lse2(p_lse + head * num_queries + first_query, t, queries)
+    lse2 = load_lse2(lse_ptr + head * num_queries + first_query, t, queries)
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
     out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
     row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row_delta -= tl.load(p_dlse + head * num_queries + first_query + t, mask=t < queries, other=0.0)
+    row_delta -= tl.load(dlse_ptr + head * num_queries + first_query + t, mask=t < queries, other=0.0)
     row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the gradient of an LSE of -inf may be any number, also NaN
-    p_stats += head * 2 * stride_stats + t
-    tl.store(p_stats, lse2, mask=t < num_queries)
-    tl.store(p_stats + stride_stats, row_delta, mask=t < num_queries)
+    stats_ptr += head * 2 * stride_stats + t
+    tl.store(stats_ptr, lse2, mask=t < num_queries)
+    tl.store(stats_ptr + stride_stats, row_delta, mask=t < num_queries)
     if COLS * q.dtype.primitive_bitwidth <= 2048:
         # The compiler keeps a computed (not loaded) first operand that two loops use in registers. That saves shared memory
         # traffic, and leaves shared memory to prefetch further ahead.

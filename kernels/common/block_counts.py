@@ -42,9 +42,9 @@ def launch(selected: Tensor, chunk: int = 8192, warps: int = 4) -> Tensor:
 
 
 @triton.jit
-def _blocks_read_kernel(p_selected, p_sums, total, CHUNK: tl.constexpr):
+def _blocks_read_kernel(selected_ptr, sums_ptr, total, CHUNK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * CHUNK
     i = tl.arange(0, CHUNK)
-    zoom = tl.load(p_selected + first + i, mask=i < total - first, other=0)
+    zoom = tl.load(selected_ptr + first + i, mask=i < total - first, other=0)
     part = tl.where(zoom == 1, 8, tl.where(zoom == 2, 4, tl.where(zoom == 4, 2, tl.where(zoom == 8, 1, 0))))
-    tl.store(p_sums + tl.program_id(0), tl.sum(part, 0))
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(part, 0))

@@ -102,37 +102,37 @@ def _compact(
 
 @triton.jit(do_not_specialize=["entries"])
 def _compact_kernel(
-    p_mask, p_lists, p_lengths, p_kv_start, p_cu_queries, p_kv_len,
+    mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
     num_queries, num_keys, entries, offset,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """One program compacts one row block (column block) of the mask."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if p_cu_queries is not None:
-        _, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys)
+    if cu_queries_ptr is not None:
+        _, keys, queries, delta = packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys)
     else:
-        _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+        _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     if BY_COLUMN:
         begin, end, full_begin, full_end = _visible_row_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     else:
         begin, end, full_begin, full_end = visible_column_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
-    p_mask += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
+    mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
     found = tl.zeros((), tl.int32)
     found_full = tl.zeros((), tl.int32)
     for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
         candidate = entry // GROUP
-        p_on = p_mask + candidate.to(tl.int64) * stride_candidate + (entry % GROUP).to(tl.int64) * stride_group
-        on = tl.load(p_on, mask=candidate < end, other=0).to(tl.int32)
+        on_ptrs = mask_ptr + candidate.to(tl.int64) * stride_candidate + (entry % GROUP).to(tl.int64) * stride_group
+        on = tl.load(on_ptrs, mask=candidate < end, other=0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
-        tl.store(p_lists + row * entries + place, entry.to(p_lists.dtype.element_ty), mask=on != 0)
+        tl.store(lists_ptr + row * entries + place, entry.to(lists_ptr.dtype.element_ty), mask=on != 0)
         found += tl.sum(on, 0)
         found_full += tl.sum(tl.where((candidate >= full_begin) & (candidate < full_end), on, 0), 0)
-    tl.store(p_lengths + row * 2, found_full)
-    tl.store(p_lengths + row * 2 + 1, found)
+    tl.store(lengths_ptr + row * 2, found_full)
+    tl.store(lengths_ptr + row * 2 + 1, found)
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def _visible_row_blocks(u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: t
 
 
 @triton.jit
-def find_list(p_lists, p_lengths, b, h, block, heads, list_batch, list_heads, num_blocks, entries):
+def find_list(lists_ptr, lengths_ptr, b, h, block, heads, list_batch, list_heads, num_blocks, entries):
     """Returns the list of a block for head h (of ``heads``) of sequence b.
 
     The result is a pointer, the number of full blocks and the number of blocks.
     """
     row = ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // heads) * num_blocks + block
-    return p_lists + row * entries, tl.load(p_lengths + row * 2), tl.load(p_lengths + row * 2 + 1)
+    return lists_ptr + row * entries, tl.load(lengths_ptr + row * 2), tl.load(lengths_ptr + row * 2 + 1)

@@ -1,7 +1,7 @@
 """Kernel for block pooling, used by ``pool_blocks`` and ``gate_scores``.
 
 A program owns one block of one head and reads it once for all poolings. Programs of adjacent heads have adjacent numbers,
-because their rows are adjacent in the output of a projection. Prefix: p_ pointer.
+because their rows are adjacent in the output of a projection.
 """
 
 from torch import Tensor
@@ -35,7 +35,7 @@ def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None
 
 @triton.jit(do_not_specialize=["stride_start", "heads", "blocks", "tokens"])
 def _pool_blocks_kernel(
-    p_x, p_pooled, p_start, stride_b, stride_h, stride_n, stride_d, stride_start, heads, blocks, tokens,
+    x_ptr, pooled_ptr, start_ptr, stride_b, stride_h, stride_n, stride_d, stride_start, heads, blocks, tokens,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_POOLINGS: tl.constexpr,
     AVG: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
 ):  # fmt: skip
@@ -43,10 +43,10 @@ def _pool_blocks_kernel(
     pid = tl.program_id(0)
     h, t, b = pid % heads, pid // heads % blocks, pid // (heads * blocks)
     first = t * BLOCK
-    if p_start is not None:
-        first += tl.load(p_start + b * stride_start).to(tl.int32)
+    if start_ptr is not None:
+        first += tl.load(start_ptr + b * stride_start).to(tl.int32)
     d = tl.arange(0, COLS)
-    p_x += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + d * stride_d
+    x_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + d * stride_d
 
     total = tl.zeros([COLS], tl.float32)
     largest = tl.full([COLS], float("-inf"), tl.float32)
@@ -54,7 +54,7 @@ def _pool_blocks_kernel(
     for row in tl.static_range(0, BLOCK, ROWS):
         i = first + row + tl.arange(0, ROWS)
         last = tl.minimum(i, tokens - 1).to(tl.int64)  # the last token is repeated past the end
-        x = tl.load(p_x[None, :] + last[:, None] * stride_n, mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
+        x = tl.load(x_ptr[None, :] + last[:, None] * stride_n, mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
         if AVG is not None:
             total += tl.sum(tl.where((i < tokens)[:, None], x, 0.0), 0)
         if MAX is not None:
@@ -63,10 +63,10 @@ def _pool_blocks_kernel(
             smallest = tl.minimum(smallest, tl.min(x, 0))
 
     count = tl.minimum(tokens - first, BLOCK)
-    p_pooled += ((b.to(tl.int64) * heads + h) * blocks + t) * (NUM_POOLINGS * HEAD) + d
+    pooled_ptr += ((b.to(tl.int64) * heads + h) * blocks + t) * (NUM_POOLINGS * HEAD) + d
     if AVG is not None:
-        tl.store(p_pooled + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
+        tl.store(pooled_ptr + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
     if MAX is not None:
-        tl.store(p_pooled + MAX * HEAD, tl.where(count > 0, largest, 0.0), mask=d < HEAD)
+        tl.store(pooled_ptr + MAX * HEAD, tl.where(count > 0, largest, 0.0), mask=d < HEAD)
     if MIN is not None:
-        tl.store(p_pooled + MIN * HEAD, tl.where(count > 0, smallest, 0.0), mask=d < HEAD)
+        tl.store(pooled_ptr + MIN * HEAD, tl.where(count > 0, smallest, 0.0), mask=d < HEAD)

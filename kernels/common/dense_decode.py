@@ -207,7 +207,8 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
 
 @triton.jit(do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"])
 def _split_dense_decode_kernel(
-    q, k, v, k_desc, v_desc, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, part_max_ptr, part_sum_ptr, part_out_ptr, kv_start_ptr, kv_len_ptr, table_ptr,
+    mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
@@ -230,25 +231,27 @@ def _split_dense_decode_kernel(
     packed = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     head = kv_head * group + packed // num_queries
     begin, end, first_key, offset = _split_range(
-        kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN
+        kv_start_ptr, kv_len_ptr, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN
     )
     i = offset + packed % num_queries  # positions of the rows' queries
 
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
-    p_q = q + batch.to(tl.int64) * stride_qb + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
-    b_q = tl.load(p_q + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
-    k += kv_head.to(tl.int64) * stride_kh
-    v += kv_head.to(tl.int64) * stride_vh
+    q_ptrs = (
+        q_ptr + batch.to(tl.int64) * stride_qb + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
+    )
+    b_q = tl.load(q_ptrs + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
+    k_ptr += kv_head.to(tl.int64) * stride_kh
+    v_ptr += kv_head.to(tl.int64) * stride_vh
     if PAGE is not None:
-        table += batch.to(tl.int64) * stride_tb
+        table_ptr += batch.to(tl.int64) * stride_tb
     part = (batch * tl.num_programs(1) + kv_head).to(tl.int64) * rows + row
     part = part * num_splits + split  # [BM]
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BD], tl.float32)
     if STEP == "sum":
-        m = _row_max(part_max + (part - split), row < rows, num_splits, BM)
+        m = _row_max(part_max_ptr + (part - split), row < rows, num_splits, BM)
     base = tl.where(m == float("-inf"), 0.0, m)  # -inf - -inf is NaN
 
     by_pointer = begin  # keys from here on are loaded through pointers
@@ -256,7 +259,7 @@ def _split_dense_decode_kernel(
         by_pointer += tl.maximum(end - begin, 0) // BN * BN
         for j0 in tl.range(begin, by_pointer, BN):
             j = j0 + tl.arange(0, BN)
-            block, first = _block_and_row(table, batch, j0, True, PAGE)
+            block, first = _block_and_row(table_ptr, batch, j0, True, PAGE)
             s = tl.dot(b_q, tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)), input_precision=PRECISION)
             s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
             if STEP == "max":
@@ -268,41 +271,41 @@ def _split_dense_decode_kernel(
         j = j0 + tl.arange(0, BN)
         live = j < end
         m_tile = live[:, None] & m_d[None, :]
-        block, row_of = _block_and_row(table, batch, j, live, PAGE)
+        block, row_of = _block_and_row(table_ptr, batch, j, live, PAGE)
         block, row_of = block.to(tl.int64), row_of.to(tl.int64)
-        p_k = k + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
-        b_k = tl.load(p_k, mask=m_tile, other=0.0)  # [BN, BD]
+        k_ptrs = k_ptr + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
+        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
         s = tl.where(live[None, :], s, float("-inf"))
         if STEP == "max":
             m = tl.maximum(m, tl.max(s, 1) * scale2)
         else:
-            p_v = v + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
-            b_v = tl.load(p_v, mask=m_tile, other=0.0)  # [BN, BD]
+            v_ptrs = v_ptr + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
+            b_v = tl.load(v_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
     if STEP == "max" or SINGLE:  # dependent programs that start earlier would be distributed unevenly over the SMs
         pdl_launch_dependents(PDL)
     if STEP == "max" or (STEP == "partial" and not SINGLE):
-        tl.store(part_max + part, m, mask=row < rows)
+        tl.store(part_max_ptr + part, m, mask=row < rows)
     if STEP != "max":
         if SINGLE:  # part_sum and part_out are lse and out
             l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
             acc = acc / l[:, None]
             l = (m + tl.log2(l)) * LN_2
-        tl.store(part_sum + part, l, mask=row < rows)
-        p_out = part_out + part[:, None] * HEAD + o_d[None, :]
-        tl.store(p_out, acc.to(part_out.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
+        tl.store(part_sum_ptr + part, l, mask=row < rows)
+        out_ptrs = part_out_ptr + part[:, None] * HEAD + o_d[None, :]
+        tl.store(out_ptrs, acc.to(part_out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
 
 
 @triton.jit
-def _block_and_row(table, batch, j, live, PAGE: tl.constexpr):
+def _block_and_row(table_ptr, batch, j, live, PAGE: tl.constexpr):
     """Returns where keys j are: their page and rows of it, or sequence and position if there are no pages."""
     if PAGE is None:
         block, row = batch, j
     else:
-        block, row = load_pages(table, j, live, PAGE)
+        block, row = load_pages(table_ptr, j, live, PAGE)
     return block, row
 
 
@@ -334,14 +337,14 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def _split_range(
-    kv_start, kv_len, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
+    kv_start_ptr, kv_len_ptr, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Returns begin and end of a split, the first unpadded key, query 0's position.
 
     Visible keys are divided into splits with equal numbers of tiles.
     """
-    first_key = tl.maximum(tl.load(kv_start + batch), 0) if kv_start is not None else 0
-    stop = tl.minimum(tl.load(kv_len + batch), num_keys) if kv_len is not None else num_keys
+    first_key = tl.maximum(tl.load(kv_start_ptr + batch), 0) if kv_start_ptr is not None else 0
+    stop = tl.minimum(tl.load(kv_len_ptr + batch), num_keys) if kv_len_ptr is not None else num_keys
     offset = stop - num_queries
     if not CAUSAL:
         offset = tl.maximum(offset, 0)
@@ -352,11 +355,11 @@ def _split_range(
 
 
 @triton.jit
-def _row_max(parts, exists, num_splits, BM: tl.constexpr):
+def _row_max(part_ptrs, exists, num_splits, BM: tl.constexpr):
     """Returns the maximum over all splits of each row, from pointers ``parts [BM]``."""
     largest = tl.full([BM, 32], float("-inf"), tl.float32)
     for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
         s = first + tl.arange(0, 32)[None, :]
         m_s = exists[:, None] & (s < num_splits)
-        largest = tl.maximum(largest, tl.load(parts[:, None] + s, mask=m_s, other=float("-inf")))
+        largest = tl.maximum(largest, tl.load(part_ptrs[:, None] + s, mask=m_s, other=float("-inf")))
     return tl.max(largest, 1)

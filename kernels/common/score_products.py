@@ -9,7 +9,7 @@ score gradients of a chunk of query rows to a scratch buffer, ``matrix [B, H, ro
 With ``terms > 1``, term t pairs row i of the matrix with row ``i + t - (terms - 1)`` of the output (of X, if transposed). The
 plain product sums over the terms; the transposed one has an output for each. Before the start of a sequence the matrix is 0,
 and X and Y are finite. Each output tile is summed by one program in a fixed order, so that results are bitwise reproducible.
-Prefix: p_ pointer. Grid: (tile, output, sequence).
+Grid: (tile, output, sequence).
 """
 
 from collections.abc import Iterator
@@ -87,12 +87,12 @@ def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: R
 
 @triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
 def _matmul_transposed_kernel(
-    matrix_desc, x_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, begin, end, offset,
+    matrix_desc, x_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, z, j0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * BN
-    _, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    _, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     shift = z % terms - (terms - 1)
     first = tl.maximum(first_query - begin, 0)  # row of the matrix
     if CAUSAL:
@@ -105,7 +105,7 @@ def _matmul_transposed_kernel(
         matrix = tl.reshape(matrix_desc.load([b, h, row, j0]), [BM, BN])
         x = load_tile(x_desc, b, h, begin + row + shift, BM, COLS)
         acc = tl.dot(tl.trans(matrix), x, acc, input_precision=PRECISION)
-    add_tile(p_out, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
+    add_tile(out_ptr, acc, b * tl.num_programs(1) + z, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
 
 
 def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
@@ -127,12 +127,12 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
 
 @triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
 def _matmul_kernel(
-    matrix_desc, y_desc, p_out, p_kv_start, terms, group, num_queries, num_keys, first, begin, end, offset,
+    matrix_desc, y_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, first, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     b, h, i0 = tl.program_id(2), tl.program_id(1), first + tl.program_id(0) * BM
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     acc = tl.zeros([BM, COLS], tl.float32)
     for term in tl.range(0, terms):  # type: ignore[misc]
         row = i0 + terms - 1 - term
@@ -143,18 +143,18 @@ def _matmul_kernel(
             matrix = tl.reshape(matrix_desc.load([b, h, row - begin, j]), [BM, BN])
             y = load_tile(y_desc, b, h // group * terms + term, j, BN, COLS)
             acc = tl.dot(matrix, y, acc, input_precision=PRECISION)
-    add_tile(p_out, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
+    add_tile(out_ptr, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
 
 
 @triton.jit
 def add_tile(
-    p_out, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    out_ptr, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Adds a tile to a head of ``out [heads, num_rows, D]``, from ``row`` on.
 
     Only rows in ``[first, end)`` are changed.
     """
     r, d = tl.arange(0, ROWS), tl.arange(0, COLS)
-    place = p_out + (head.to(tl.int64) * num_rows + row) * HEAD + (r[:, None] * HEAD + d[None, :])
+    place = out_ptr + (head.to(tl.int64) * num_rows + row) * HEAD + (r[:, None] * HEAD + d[None, :])
     inside = ((row + r >= first) & (row + r < end))[:, None] & (d < HEAD)[None, :]
     tl.store(place, tl.load(place, mask=inside, other=0.0) + tile, mask=inside)

@@ -80,7 +80,7 @@ def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tens
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_kernel(
-    part_max, part_sum, part_out, out, lse, num_splits,
+    part_max_ptr, part_sum_ptr, part_out_ptr, out_ptr, lse_ptr, num_splits,
     HEAD: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, REBASE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -94,10 +94,10 @@ def _merge_kernel(
         split = first + tl.arange(0, BS)
         m_split = split < num_splits
         part = row * num_splits + split  # [BS]
-        b_max = tl.load(part_max + part, mask=m_split, other=float("-inf"))
-        b_sum = tl.load(part_sum + part, mask=m_split, other=0.0)
+        b_max = tl.load(part_max_ptr + part, mask=m_split, other=float("-inf"))
+        b_sum = tl.load(part_sum_ptr + part, mask=m_split, other=0.0)
         m_out = m_split[:, None] & (o_d < HEAD)[None, :]
-        b_out = tl.load(part_out + part[:, None] * HEAD + o_d[None, :], mask=m_out, other=0.0)  # [BS, BD]
+        b_out = tl.load(part_out_ptr + part[:, None] * HEAD + o_d[None, :], mask=m_out, other=0.0)  # [BS, BD]
         m_new = tl.maximum(m, tl.max(b_max, 0))
         if REBASE:
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -108,5 +108,5 @@ def _merge_kernel(
         acc += tl.sum(b_out, 0)
         m = m_new
     l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
-    tl.store(out + row * HEAD + o_d, (acc / l).to(out.dtype.element_ty), mask=o_d < HEAD)
-    tl.store(lse + row, (m + tl.log2(l)) * LN_2, mask=tl.program_id(1) == 0)
+    tl.store(out_ptr + row * HEAD + o_d, (acc / l).to(out_ptr.dtype.element_ty), mask=o_d < HEAD)
+    tl.store(lse_ptr + row, (m + tl.log2(l)) * LN_2, mask=tl.program_id(1) == 0)

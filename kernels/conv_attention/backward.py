@@ -10,7 +10,7 @@ are factors of these products::
 In total there are ``3 T + 2`` products for each tile, where dense attention has 5. Rows i and keys j index the tensors,
 including left padding, which holds zeros and is masked.
 
-Prefix: p_ pointer. Grid: (row tile and span of keys, head of a sequence).
+Grid: (row tile and span of keys, head of a sequence).
 """
 
 from typing import NamedTuple
@@ -118,7 +118,7 @@ def _write_score_gradients(
     ]
 )  # fmt: skip
 def _score_gradient_kernel(
-    x_desc, y_desc, do_desc, v_desc, p_lse, p_row_delta, p_band, p_dband, p_probs, p_dscores, p_kv_start,
+    x_desc, y_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, band_ptr, dband_ptr, probs_ptr, dscores_ptr, kv_start_ptr,
     stride_h, stride_n, stat_heads,
     heads, group, terms, spans, num_queries, num_keys, begin, end, offset, width, scale, scale2,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
@@ -134,15 +134,15 @@ def _score_gradient_kernel(
     last = tl.minimum(last, start + SPAN)
     if start >= last:
         return
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     i = i0 + tl.arange(0, BM)
     exists = (i >= first_query) & (i < end)
     band = (b * heads + h).to(tl.int64) * num_queries * width
-    if p_band is not None:
-        p_band += band
+    if band_ptr is not None:
+        band_ptr += band
     stats = (b * stat_heads + h).to(tl.int64) * num_queries
-    lse2 = load_lse2(p_lse + stats, i, end)
-    row_delta = tl.load(p_row_delta + stats + i, mask=exists, other=0.0)
+    lse2 = load_lse2(lse_ptr + stats, i, end)
+    row_delta = tl.load(row_delta_ptr + stats + i, mask=exists, other=0.0)
     rows = tl.program_id(1).to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
     xs = load_resident_queries(x_desc, b, h, i0, RESIDENT, COLS, BM)
     do = load_tile(do_desc, b, h, i0, BM, COLS)
@@ -151,19 +151,19 @@ def _score_gradient_kernel(
         s = sum_products(xs, x_desc, y_desc, b, h, i0, j0, terms, RESIDENT, COLS, BM, BN, PRECISION)
         needs_mask = (j0 + BN > full) | (j0 < first_key) | (i0 < first_query)
         if needs_mask:
-            s = apply_band_and_mask(s, p_band, i, exists, i, j, num_keys, offset, width, CAUSAL)
+            s = apply_band_and_mask(s, band_ptr, i, exists, i, j, num_keys, offset, width, CAUSAL)
             s = tl.where(exists[:, None] & (j >= first_key)[None, :], s, float("-inf"))
         p = tl.exp2(s * scale2 - lse2[:, None])
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
-        tl.store(p_probs + (rows + j[None, :]), p.to(p_probs.dtype.element_ty), mask=inside)
+        tl.store(probs_ptr + (rows + j[None, :]), p.to(probs_ptr.dtype.element_ty), mask=inside)
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = p * (dp - row_delta[:, None]) * scale
         if needs_mask:
             ds = tl.where(p > 0, ds, 0.0)  # padding rows of dO may hold NaN
-            if p_dband is not None:
+            if dband_ptr is not None:
                 distance = i[:, None] + offset - j[None, :]
                 near = (distance >= 0) & (distance < width)
-                tl.store(p_dband + band + (i[:, None] * width + distance), ds, mask=near & exists[:, None])
+                tl.store(dband_ptr + band + (i[:, None] * width + distance), ds, mask=near & exists[:, None])
                 ds = tl.where(near, 0.0, ds)
-        tl.store(p_dscores + (rows + j[None, :]), ds.to(p_dscores.dtype.element_ty), mask=inside)
+        tl.store(dscores_ptr + (rows + j[None, :]), ds.to(dscores_ptr.dtype.element_ty), mask=inside)

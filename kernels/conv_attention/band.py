@@ -12,7 +12,7 @@ computes the scores of one e after another, by dot products in fp32. Each row is
 cache, which costs little compared with the products over all keys.
 
 Tiles: BR rows, BC taps along keys, BA taps along queries, BW columns of the band. Row i of the queries has position ``i +
-offset``. Prefix: p_ pointer. Grid: (row or key tile, head, sequence).
+offset``. Grid: (row or key tile, head, sequence).
 """
 
 from typing import NamedTuple
@@ -151,48 +151,50 @@ def _store_rows(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _prepare_kernel(
-    p_k, p_weight, p_keys, p_kv_start, stride_kb, stride_kh, stride_kn,
+    k_ptr, weight_ptr, keys_ptr, kv_start_ptr, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    first_key, _, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, _, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     j = tl.program_id(0) * BR + tl.arange(0, BR)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     for a in tl.range(0, window):  # type: ignore[misc]
         y = tl.zeros([BR, COLS], tl.float32)
         for c in tl.range(0, taps):  # type: ignore[misc]
-            k = _load_rows(p_k, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
-            y += tl.load(p_weight + (h * window + a) * taps + c).to(tl.float32) * k
-        _store_rows(p_keys + (head * window + a) * num_keys * HEAD, y, b, h, j, num_keys, 0, 0, HEAD, HEAD, COLS)
+            k = _load_rows(
+                k_ptr, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS
+            )
+            y += tl.load(weight_ptr + (h * window + a) * taps + c).to(tl.float32) * k
+        _store_rows(keys_ptr + (head * window + a) * num_keys * HEAD, y, b, h, j, num_keys, 0, 0, HEAD, HEAD, COLS)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _band_kernel(
-    p_q, p_k, p_weight, p_band, p_kv_start,
+    q_ptr, k_ptr, weight_ptr, band_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     i, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BW)
     band = tl.zeros([BR, BW], tl.float32)
     for a in tl.range(0, window):  # type: ignore[misc]
         row = i - (window - 1) + a
-        q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+        q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
         for e in tl.range(0, taps - 1 + a):  # type: ignore[misc]
             key = row + offset - e
-            k = _load_rows(p_k, b, h // group, key, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+            k = _load_rows(k_ptr, b, h // group, key, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
             c = d + before - (window - 1) + a - e
-            w = tl.load(p_weight + (h * window + a) * taps + c, mask=(c >= 0) & (c < taps), other=0.0).to(tl.float32)
+            w = tl.load(weight_ptr + (h * window + a) * taps + c, mask=(c >= 0) & (c < taps), other=0.0).to(tl.float32)
             band += tl.sum(q * k, 1)[:, None] * w[None, :]
     place = ((b * tl.num_programs(1) + h).to(tl.int64) * num_queries + i)[:, None] * width + d[None, :]
-    tl.store(p_band + place, band, mask=(i < num_queries)[:, None] & (d < width)[None, :])
+    tl.store(band_ptr + place, band, mask=(i < num_queries)[:, None] & (d < width)[None, :])
 
 
 @triton.jit
-def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
+def _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
     """Loads gradients ``[BR, BC]`` of the band elements that S[row, row - e] enters.
 
     Column c is the gradient of the element to which the score contributes with weight ``W[a, c]``.
@@ -200,52 +202,52 @@ def _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC: tl.c
     i = row + (window - 1) - a
     d = e + tl.arange(0, BC) - before + (window - 1) - a
     inside = ((row >= 0) & (i < num_queries))[:, None] & ((d >= 0) & (d < width))[None, :]
-    return tl.load(p_dband + i.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
+    return tl.load(dband_ptr + i.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _band_query_kernel(
-    p_q, p_k, p_weight, p_dband, p_dq, p_out, p_partial, p_kv_start,
+    q_ptr, k_ptr, weight_ptr, dband_ptr, dq_ptr, out_ptr, partial_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_ob, stride_oh, stride_on,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     rows, columns = tl.arange(0, BA), tl.arange(0, BC)
-    p_dband += head * num_queries * width
-    p_dq += head * num_queries * HEAD
-    q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
-    dq = _load_rows(p_dq, b, h, row, first_query, num_queries, 0, 0, HEAD, HEAD, COLS)
+    dband_ptr += head * num_queries * width
+    dq_ptr += head * num_queries * HEAD
+    q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+    dq = _load_rows(dq_ptr, b, h, row, first_query, num_queries, 0, 0, HEAD, HEAD, COLS)
     dweight = tl.zeros([BA, BC], tl.float32)
     for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
-        k = _load_rows(p_k, b, h // group, row + offset - e, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+        k = _load_rows(k_ptr, b, h // group, row + offset - e, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
         s = tl.sum(q * k, 1)
         ds = tl.zeros([BR], tl.float32)
         for a in tl.range(0, window):  # type: ignore[misc]
-            dband = _load_dband(p_dband, row, e, a, num_queries, window, before, width, BC)
-            w = tl.load(p_weight + (h * window + a) * taps + columns, mask=columns < taps, other=0.0).to(tl.float32)
+            dband = _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC)
+            w = tl.load(weight_ptr + (h * window + a) * taps + columns, mask=columns < taps, other=0.0).to(tl.float32)
             ds += tl.sum(dband * w[None, :], 1)
             dweight += tl.where((rows == a)[:, None], tl.sum(s[:, None] * dband, 0)[None, :], 0.0)
         dq += ds[:, None] * k
     dq = tl.where((row >= first_query)[:, None], dq, 0.0)
-    _store_rows(p_out, dq, b, h, row, num_queries, stride_ob, stride_oh, stride_on, HEAD, COLS)
-    p_partial += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
+    _store_rows(out_ptr, dq, b, h, row, num_queries, stride_ob, stride_oh, stride_on, HEAD, COLS)
+    partial_ptr += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
     inside = (rows < window)[:, None] & (columns < taps)[None, :]
-    tl.store(p_partial + rows[:, None] * taps + columns[None, :], dweight, mask=inside)
+    tl.store(partial_ptr + rows[:, None] * taps + columns[None, :], dweight, mask=inside)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _key_kernel(
-    p_q, p_weight, p_dkeys, p_dband, p_out, p_kv_start,
+    q_ptr, weight_ptr, dkeys_ptr, dband_ptr, out_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     kv_head, b = tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     j, columns = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BC)
     dk = tl.zeros([BR, COLS], tl.float32)
     for g in tl.range(0, group):  # type: ignore[misc]
@@ -253,36 +255,40 @@ def _key_kernel(
         head = (b * tl.num_programs(1) * group + h).to(tl.int64)
         for n in tl.range(0, window * taps):  # type: ignore[misc]
             a, c = n // taps, n % taps
-            p_y = p_dkeys + (head * window + a) * num_keys * HEAD
-            dy = _load_rows(p_y, b, h, j + before - c, first_key, num_keys, 0, 0, HEAD, HEAD, COLS)
-            dk += tl.load(p_weight + h * window * taps + n).to(tl.float32) * dy
-        if p_dband is not None:
+            y_ptr = dkeys_ptr + (head * window + a) * num_keys * HEAD
+            dy = _load_rows(y_ptr, b, h, j + before - c, first_key, num_keys, 0, 0, HEAD, HEAD, COLS)
+            dk += tl.load(weight_ptr + h * window * taps + n).to(tl.float32) * dy
+        if dband_ptr is not None:
             for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
                 row = j + e - offset
-                q = _load_rows(p_q, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
+                q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
                 ds = tl.zeros([BR], tl.float32)
                 for a in tl.range(0, window):  # type: ignore[misc]
-                    dband = _load_dband(p_dband + head * num_queries * width, row, e, a, num_queries, window, before, width, BC)
-                    w = tl.load(p_weight + (h * window + a) * taps + columns, mask=columns < taps, other=0.0)
+                    dband = _load_dband(
+                        dband_ptr + head * num_queries * width, row, e, a, num_queries, window, before, width, BC
+                    )
+                    w = tl.load(weight_ptr + (h * window + a) * taps + columns, mask=columns < taps, other=0.0)
                     ds += tl.sum(dband * w.to(tl.float32)[None, :], 1)
                 dk += ds[:, None] * q
     dk = tl.where((j >= first_key)[:, None], dk, 0.0)
-    _store_rows(p_out, dk, b, kv_head, j, num_keys, stride_ob, stride_oh, stride_on, HEAD, COLS)
+    _store_rows(out_ptr, dk, b, kv_head, j, num_keys, stride_ob, stride_oh, stride_on, HEAD, COLS)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _weight_kernel(
-    p_k, p_dkeys, p_partial, p_kv_start, stride_kb, stride_kh, stride_kn,
+    k_ptr, dkeys_ptr, partial_ptr, kv_start_ptr, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    first_key, _, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, _, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     head = (b * tl.num_programs(1) + h).to(tl.int64)
     j = tl.program_id(0) * BR + tl.arange(0, BR)
-    p_partial += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
+    partial_ptr += (head * tl.num_programs(0) + tl.program_id(0)) * window * taps
     for a in tl.range(0, window):  # type: ignore[misc]
-        dy = _load_rows(p_dkeys + (head * window + a) * num_keys * HEAD, b, h, j, 0, num_keys, 0, 0, HEAD, HEAD, COLS)
+        dy = _load_rows(dkeys_ptr + (head * window + a) * num_keys * HEAD, b, h, j, 0, num_keys, 0, 0, HEAD, HEAD, COLS)
         for c in tl.range(0, taps):  # type: ignore[misc]
-            k = _load_rows(p_k, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
-            tl.store(p_partial + a * taps + c, tl.sum(tl.sum(dy * k, 1), 0))
+            k = _load_rows(
+                k_ptr, b, h // group, j - before + c, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS
+            )
+            tl.store(partial_ptr + a * taps + c, tl.sum(tl.sum(dy * k, 1), 0))

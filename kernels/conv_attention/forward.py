@@ -13,7 +13,7 @@ A tile of scores needs T tiles of queries and T of keys, and L2 bandwidth is the
 shared memory together with the keys, a program loads them once and keeps them there (*resident* queries); the loop over terms
 is then unrolled, and the keys of the next tile are prefetched.
 
-Prefix: p_ pointer. Grid: one dimension, ordered by group of heads, row tile and head.
+Grid: one dimension, ordered by group of heads, row tile and head.
 """
 
 from typing import NamedTuple
@@ -146,15 +146,15 @@ def sum_products(
 
 
 @triton.jit
-def apply_band_and_mask(s, p_band, row, exists, t, u, num_keys, delta, width, CAUSAL: tl.constexpr):
+def apply_band_and_mask(s, band_ptr, row, exists, t, u, num_keys, delta, width, CAUSAL: tl.constexpr):
     """Inserts the scores of the band, then masks keys that do not exist or are later.
 
-    ``row`` is the row of query ``t [BM]`` in the band of a head, ``p_band [N, w]``, if the query ``exists``.
+    ``row`` is the row of query ``t [BM]`` in the band of a head, ``band_ptr`` ``[N, w]``, if the query ``exists``.
     """
-    if p_band is not None:
+    if band_ptr is not None:
         distance = t[:, None] + delta - u[None, :]
         near = (distance >= 0) & (distance < width)
-        banded = tl.load(p_band + (row[:, None] * width + distance), mask=near & exists[:, None], other=0.0)
+        banded = tl.load(band_ptr + (row[:, None] * width + distance), mask=near & exists[:, None], other=0.0)
         s = tl.where(near, banded, s)
     return mask_scores(s, t, u, num_keys, delta, CAUSAL)
 
@@ -165,7 +165,7 @@ def apply_band_and_mask(s, p_band, row, exists, t, u, num_keys, delta, width, CA
     ]
 )  # fmt: skip
 def _conv_attention_kernel(
-    x_desc, y_desc, v_desc, p_out, p_lse, p_band, p_kv_start,
+    x_desc, y_desc, v_desc, out_ptr, lse_ptr, band_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, lse_heads,
     group, heads, all_heads, l2_heads, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RESIDENT: tl.constexpr,
@@ -178,7 +178,7 @@ def _conv_attention_kernel(
     l2_heads = tl.minimum(l2_heads, all_heads - first_head)
     r = row_blocks - 1 - pid // l2_heads
     h, b = (first_head + pid % l2_heads) % heads, (first_head + pid % l2_heads) // heads
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
     last, full = keys, keys // BN  # end of the visible keys; number of full tiles outside the band
@@ -186,8 +186,8 @@ def _conv_attention_kernel(
         last = tl.minimum(keys, tl.minimum(t0 + BM, queries) + delta)
         full = tl.minimum(keys, tl.maximum(t0 + delta + 1 - width, 0)) // BN
     tiles = tl.where(t0 < queries, tl.cdiv(last, BN), 0)
-    if p_band is not None:
-        p_band += (b * heads + h).to(tl.int64) * num_queries * width
+    if band_ptr is not None:
+        band_ptr += (b * heads + h).to(tl.int64) * num_queries * width
 
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -199,10 +199,10 @@ def _conv_attention_kernel(
         s = sum_products(xs, x_desc, y_desc, b, h, row, first_key + u0, terms, RESIDENT, COLS, BM, BN, PRECISION)
         if n >= full:
             s = apply_band_and_mask(
-                s, p_band, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL
+                s, band_ptr, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL
             )
         v = load_tile(v_desc, b, h // group, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
-    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, lse_heads, num_queries,
+    store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, lse_heads, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip

@@ -74,8 +74,8 @@ def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> 
 
 
 @triton.jit
-def _alibi_kernel(score, b, h, i, j, slopes):
-    return score + tl.load(slopes + h) * (j - i).to(tl.float32)
+def _alibi_kernel(score, b, h, i, j, slopes_ptr):
+    return score + tl.load(slopes_ptr + h) * (j - i).to(tl.float32)
 
 
 def _alibi(score, b, h, i, j, slopes):

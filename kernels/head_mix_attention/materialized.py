@@ -5,7 +5,7 @@
 
 Scores ``[B, H, rows, M]`` are scaled, in base e; V and dO are 0 before the start of a sequence. The gradient overwrites the
 scores, in the dtype of V. A program of the backward kernel owns a tile of keys and iterates over the rows and heads that see
-it. Prefix: p_ pointer. Grid: (tile, head, sequence).
+it. Grid: (tile, head, sequence).
 """
 
 from torch import Tensor
@@ -48,13 +48,13 @@ def materialized_attention(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, 
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _materialized_attention_kernel(
-    s_desc, v_desc, p_out, p_lse, p_kv_start, stride_b, stride_h, stride_n,
+    s_desc, v_desc, out_ptr, lse_ptr, kv_start_ptr, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, h, b = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     i = begin + row + tl.arange(0, BM)
     last, full = num_keys, num_keys  # end of the keys that some query of the tile sees, and of those that all see
     if CAUSAL:
@@ -72,7 +72,7 @@ def _materialized_attention_kernel(
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, LOGITS_TO_BASE_2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, (i >= first_query) & (i < end))
-    store_rows(p_out, p_lse, out, lse2, b, h, i, 0, tl.num_programs(1), num_queries,
+    store_rows(out_ptr, lse_ptr, out, lse2, b, h, i, 0, tl.num_programs(1), num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
 
@@ -101,15 +101,15 @@ def materialized_attention_backward(
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _materialized_attention_backward_kernel(
-    s_desc, do_desc, v_desc, p_lse, p_row_delta, p_dscores, p_dv, p_kv_start, stride_b, stride_h, stride_n,
+    s_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, dscores_ptr, dv_ptr, kv_start_ptr, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j0, kv_head, b = tl.program_id(0) * BN, tl.program_id(1), tl.program_id(2)
-    first_key, first_query, _, _, _ = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     j = j0 + tl.arange(0, BN)
-    p_dscores += b.to(tl.int64) * stride_b
+    dscores_ptr += b.to(tl.int64) * stride_b
     first = first_query
     if CAUSAL:
         first = tl.maximum(first, j0 - offset)
@@ -123,8 +123,8 @@ def _materialized_attention_backward_kernel(
         s = tl.reshape(s_desc.load([b, h, row, j0]), [BM, BN]).to(tl.float32)
         do = load_tile(do_desc, b, h, begin + row, BM, COLS)
         statistics = (b * tl.num_programs(1) * group + h).to(tl.int64) * num_queries
-        lse2 = load_lse2(p_lse + statistics, i, end)
-        row_delta = tl.load(p_row_delta + statistics + i, mask=(i >= first_query) & (i < end), other=0.0)
+        lse2 = load_lse2(lse_ptr + statistics, i, end)
+        row_delta = tl.load(row_delta_ptr + statistics + i, mask=(i >= first_query) & (i < end), other=0.0)
         p = tl.exp2(s * LOGITS_TO_BASE_2 - lse2[:, None])
         if CAUSAL and j0 + BN - 1 > begin + row + offset:
             p = tl.where(j[None, :] <= i[:, None] + offset, p, 0.0)
@@ -132,8 +132,8 @@ def _materialized_attention_backward_kernel(
             p = tl.where((j >= first_key)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = p * (dp - row_delta[:, None])
-        p_rows = p_dscores + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
+        rows_ptrs = dscores_ptr + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
-        tl.store(p_rows + j[None, :], ds.to(p_dscores.dtype.element_ty), mask=inside)
+        tl.store(rows_ptrs + j[None, :], ds.to(dscores_ptr.dtype.element_ty), mask=inside)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
-    add_tile(p_dv, dv, b * tl.num_programs(1) + kv_head, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
+    add_tile(dv_ptr, dv, b * tl.num_programs(1) + kv_head, j0, 0, num_keys, num_keys, HEAD, BN, COLS)

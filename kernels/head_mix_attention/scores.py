@@ -6,7 +6,7 @@
 
 For one query, a program of the last two loads a span of keys for all heads, ``[heads, BN]``, and multiplies it with the
 weight on tensor cores; both are limited by memory bandwidth. Matrices are ``[B, H, rows, M]``. Gradients are 0 where a query
-does not see a key, so that later kernels need no mask. Prefix: p_ pointer.
+does not see a key, so that later kernels need no mask.
 """
 
 import math
@@ -57,7 +57,7 @@ def _cast_scores(s, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _score_kernel(
-    q_desc, k_desc, p_scores, stride_b, stride_h, stride_n,
+    q_desc, k_desc, scores_ptr, stride_b, stride_h, stride_n,
     group, num_keys, begin, end, offset, scale,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,13 +70,13 @@ def _score_kernel(
     kv_head, b = tl.program_id(1), tl.program_id(2)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
     inside = (i < end)[:, None] & (j < num_keys)[None, :]
-    p_scores += b.to(tl.int64) * stride_b + (i - begin).to(tl.int64)[:, None] * stride_n + j[None, :]
+    scores_ptr += b.to(tl.int64) * stride_b + (i - begin).to(tl.int64)[:, None] * stride_n + j[None, :]
     k = load_tile(k_desc, b, kv_head, j0, BN, COLS)
     for g in tl.range(0, group):  # type: ignore[misc]
         h = kv_head * group + g
         q = load_tile(q_desc, b, h, i0, BM, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        tl.store(p_scores + h.to(tl.int64) * stride_h, _cast_scores(s, p_scores.dtype.element_ty), mask=inside)
+        tl.store(scores_ptr + h.to(tl.int64) * stride_h, _cast_scores(s, scores_ptr.dtype.element_ty), mask=inside)
 
 
 class MixTile(NamedTuple):
@@ -128,22 +128,22 @@ def mix_heads(scores: Tensor, weight: Tensor, mixed: Tensor, rows: Rows) -> None
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
 def _mix_heads_kernel(
-    s_desc, p_weight, p_mixed, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
+    s_desc, weight_ptr, mixed_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
-    p_mixed += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
-    weight = _load_weight(p_weight, h[:, None], h[None, :], num_heads, p_mixed.dtype.element_ty)
+    mixed_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
+    weight = _load_weight(weight_ptr, h[:, None], h[None, :], num_heads, mixed_ptr.dtype.element_ty)
     for n in tl.range(0, last - first):  # type: ignore[misc]
         row = first + n
         s = tl.reshape(s_desc.load([b, 0, row, j0]), [HEADS, BN])
         mixed = tl.dot(weight, s, input_precision=PRECISION)
         if CAUSAL:
             mixed = tl.where((j <= begin + row + offset)[None, :], mixed, 0.0)
-        tl.store(p_mixed + row.to(tl.int64) * stride_n, _cast_scores(mixed, p_mixed.dtype.element_ty), mask=inside)
+        tl.store(mixed_ptr + row.to(tl.int64) * stride_n, _cast_scores(mixed, mixed_ptr.dtype.element_ty), mask=inside)
 
 
 def mix_heads_backward(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Rows, scale: float) -> Tensor:
@@ -166,27 +166,28 @@ def mix_heads_backward(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Row
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
 def _mix_heads_backward_kernel(
-    s_desc, da_desc, p_weight, p_da, p_dweight, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset, scale,
+    s_desc, da_desc, weight_ptr, da_ptr, dweight_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
+    scale,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
-    p_da += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
-    transposed = _load_weight(p_weight, h[None, :], h[:, None], num_heads, p_da.dtype.element_ty)
+    da_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
+    transposed = _load_weight(weight_ptr, h[None, :], h[:, None], num_heads, da_ptr.dtype.element_ty)
     dweight = tl.zeros([HEADS, HEADS], tl.float32)
     for n in tl.range(0, last - first):  # type: ignore[misc]
         row = first + n
         s = tl.reshape(s_desc.load([b, 0, row, j0]), [HEADS, BN])
         da = tl.reshape(da_desc.load([b, 0, row, j0]), [HEADS, BN])
         ds = tl.dot(transposed, da, input_precision=PRECISION) * scale
-        tl.store(p_da + row.to(tl.int64) * stride_n, ds.to(p_da.dtype.element_ty), mask=inside)
+        tl.store(da_ptr + row.to(tl.int64) * stride_n, ds.to(da_ptr.dtype.element_ty), mask=inside)
         dweight = tl.dot(da, tl.trans(s.to(da.dtype)), dweight, input_precision=PRECISION)
     program = b * tl.num_programs(0) + tl.program_id(0)
-    p_dweight += (program.to(tl.int64) * num_heads + h[:, None]) * num_heads + h[None, :]
+    dweight_ptr += (program.to(tl.int64) * num_heads + h[:, None]) * num_heads + h[None, :]
     heads = (h < num_heads)[:, None] & (h < num_heads)[None, :]
-    tl.store(p_dweight, dweight, mask=heads)
+    tl.store(dweight_ptr, dweight, mask=heads)
 
 
 @triton.jit
@@ -204,6 +205,6 @@ def _program_span(num_keys, begin, end, offset, ROWS: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _load_weight(p_weight, row, column, num_heads, dtype: tl.constexpr):
+def _load_weight(weight_ptr, row, column, num_heads, dtype: tl.constexpr):
     inside = (row < num_heads) & (column < num_heads)
-    return tl.load(p_weight + row * num_heads + column, mask=inside, other=0.0).to(dtype)
+    return tl.load(weight_ptr + row * num_heads + column, mask=inside, other=0.0).to(dtype)

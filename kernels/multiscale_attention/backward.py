@@ -18,7 +18,7 @@ reproducible. The only partial results in memory are fp32 gradients of the means
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists and means as in ``lists`` and ``levels`` of
 :mod:`msattn.kernels.multiscale_attention`. A tile has BM queries and BN keys (means), each a block or an even part of one, or
-BP means. Prefix: p_ pointer.
+BP means.
 """
 
 import torch
@@ -120,8 +120,8 @@ UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
 def _dq_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, p_means,
-    p_lse, p_dlse, p_dq, p_stats, p_lists, p_counts, p_kv_start,
+    q_desc, k_desc, v_desc, out_desc, dout_desc, means_ptr,
+    lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, counts_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -134,24 +134,24 @@ def _dq_kernel(
     kv_head = pid // (group * tiles) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * tiles * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
-    p_list, keys8, keys4, keys2, keys1 = find_row_list(
-        p_lists, p_counts, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    list_ptr, keys8, keys4, keys2, keys1 = find_row_list(
+        lists_ptr, counts_ptr, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_means = head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    means_ptr = head_means(means_ptr, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
 
     q, dout, lse2, row_delta = load_query_rows(
-        q_desc, out_desc, dout_desc, p_lse, p_dlse, p_stats, b, h, kv_heads * group, t0, first_query, queries, num_queries,
-        stride_stats, BM, COLS,
+        q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr,
+        b, h, kv_heads * group, t0, first_query, queries, num_queries, stride_stats, BM, COLS,
     )  # fmt: skip
 
     t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
     _, _, pooled = level_ends(keys8, keys4, keys2)
-    level, row = locate_means(0, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)
+    level, row = locate_means(0, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK, BP)
     for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
-        k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
-        v = load_means(p_means, row, 1, HEAD, COLS)
+        k = load_means(means_ptr, row, 0, HEAD, COLS)  # [BP, COLS]
+        v = load_means(means_ptr, row, 1, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         slope = None
         if limit is not None:
@@ -159,13 +159,13 @@ def _dq_kernel(
         if level == 0:
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
         dq = dq_step(dq, s, slope, dout, k, v, lse2 - level, row_delta, scale2, PRECISION)
-        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, to prefetch the loads
+        level, row = locate_means(n + 1, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK, BP)  # early, to prefetch the loads
 
-    p_list += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
+    list_ptr += tl.cdiv(keys8, BLOCK) + tl.cdiv(keys4, BLOCK) + tl.cdiv(keys2, BLOCK)
     full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full
     PARTS: tl.constexpr = BLOCK // BN
     for n in tl.range(0, tl.cdiv(keys1, BLOCK) * PARTS):  # type: ignore[misc]
-        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
@@ -175,12 +175,12 @@ def _dq_kernel(
         if u0 + BN > full_end:
             s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
         dq = dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION)
-    store_tile(p_dq, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
+    store_tile(dq_ptr, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, stats_desc, p_dmeans, p_dk, p_dv, p_lists, p_lengths, p_kv_start,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc, dmeans_ptr, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -192,12 +192,12 @@ def _dkv_kernel(
     row0 = pid % parts * BN  # of K, or of its means; the longest columns come first
     kv_head = pid // parts % kv_heads
     b = pid // (parts * kv_heads)
-    first_key, first_query, keys, _, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, _, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     tile = row0 // BLOCK
-    p_list, full, all_blocks = find_list(
-        p_lists, p_lengths, b, kv_head, tile, kv_heads, list_batch, kv_heads, num_tiles, row_blocks * GROUP
+    list_ptr, full, all_blocks = find_list(
+        lists_ptr, lengths_ptr, b, kv_head, tile, kv_heads, list_batch, kv_heads, num_tiles, row_blocks * GROUP
     )
-    p_list += all_blocks - 1  # iterated backwards
+    list_ptr += all_blocks - 1  # iterated backwards
 
     level, number = level_of_tile(tile, col_blocks, POOLED)
     inside = row0 % BLOCK + tl.arange(0, BN)
@@ -215,29 +215,29 @@ def _dkv_kernel(
     dv = tl.zeros([BN, COLS], tl.float32)
     PARTS: tl.constexpr = BLOCK // BM
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
-        entry = tl.load(p_list - n // PARTS)
+        entry = tl.load(list_ptr - n // PARTS)
         bias = tl.where((entry >> column) & 1 != 0, log_size, float("-inf")) if POOLED else None
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, False, PRECISION)  # fmt: skip
     # The remaining row blocks are on the diagonal, where no block is pooled.
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
-        entry = tl.load(p_list - n // PARTS)
+        entry = tl.load(list_ptr - n // PARTS)
         h, t0 = kv_head * GROUP + (entry >> 8) % GROUP, (entry >> 8) // GROUP * BLOCK + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     dk *= scale2 * LN_2
 
-    p_dmeans = head_means(p_dmeans, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
+    dmeans_ptr = head_means(dmeans_ptr, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)
     if POOLED:
         share = 1.0 / size[:, None]
         row = row0 + tl.arange(0, BN)
-        store_means(p_dmeans, dk * share, row, row >= 0, 0, HEAD, COLS)
-        store_means(p_dmeans, dv * share, row, row >= 0, 1, HEAD, COLS)
+        store_means(dmeans_ptr, dk * share, row, row >= 0, 0, HEAD, COLS)
+        store_means(dmeans_ptr, dv * share, row, row >= 0, 1, HEAD, COLS)
     else:
         for e in tl.range(1, 4, num_stages=1):  # type: ignore[misc]
             row = first_tile(e, col_blocks) * BLOCK + (tl.maximum(tl.minimum(u, keys - 1), 0) >> e)
-            dk += load_means(p_dmeans, row, 0, HEAD, COLS)
-            dv += load_means(p_dmeans, row, 1, HEAD, COLS)
-        store_tile(p_dk, dk, b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
-        store_tile(p_dv, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)
+            dk += load_means(dmeans_ptr, row, 0, HEAD, COLS)
+            dv += load_means(dmeans_ptr, row, 1, HEAD, COLS)
+        store_tile(dk_ptr, dk, b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
+        store_tile(dv_ptr, dv, b, kv_head, u, first_key, num_keys, stride_vb, stride_vh, stride_vn, HEAD, COLS)

@@ -18,7 +18,7 @@ zoom, where each of three zooms has a partial tile; blocks in key order, where e
 many instructions as its softmax; pooling in the main kernel, which repeats it for every row block.
 
 The backward pass is in :mod:`msattn.kernels.multiscale_attention.backward`. A tile has BM = block queries and BN keys, a whole
-block or an even part of one, or BP means. Prefix: p_ pointer.
+block or an even part of one, or BP means.
 """
 
 import torch
@@ -164,7 +164,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _multiscale_attention_kernel(
-    q_desc, k_desc, v_desc, p_means, p_out, p_lse, p_lists, p_counts, p_kv_start,
+    q_desc, k_desc, v_desc, means_ptr, out_ptr, lse_ptr, lists_ptr, counts_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
@@ -176,37 +176,38 @@ def _multiscale_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
-    p_list, keys8, keys4, keys2, keys1 = find_row_list(
-        p_lists, p_counts, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+    list_ptr, keys8, keys4, keys2, keys1 = find_row_list(
+        lists_ptr, counts_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
-    p_means = head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD, BM)
+    means_ptr = head_means(means_ptr, b, kv_head, kv_heads, col_blocks, HEAD, BM)
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
     _, _, pooled = level_ends(keys8, keys4, keys2)
-    level, row = locate_means(0, p_list, keys8, keys4, keys2, col_blocks, BM, BP)
+    level, row = locate_means(0, list_ptr, keys8, keys4, keys2, col_blocks, BM, BP)
     for n in tl.range(0, tl.cdiv(pooled, BP)):  # type: ignore[misc]
-        k = load_means(p_means, row, 0, HEAD, COLS)  # [BP, COLS]
+        k = load_means(means_ptr, row, 0, HEAD, COLS)  # [BP, COLS]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if limit is not None:
             s = cap_scores(s, limit)
         if level == 0:
             s = add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP)
-        v = load_means(p_means, row, 1, HEAD, COLS)
+        v = load_means(means_ptr, row, 1, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m - level, l, acc, scale2, PRECISION)
         m += level  # log2 of the group size, which the scores of full groups do not include
-        level, row = locate_means(n + 1, p_list, keys8, keys4, keys2, col_blocks, BM, BP)  # early, so that loads are prefetched
+        # Early, so that loads are prefetched.
+        level, row = locate_means(n + 1, list_ptr, keys8, keys4, keys2, col_blocks, BM, BP)
 
-    p_list += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
+    list_ptr += tl.cdiv(keys8, BM) + tl.cdiv(keys4, BM) + tl.cdiv(keys2, BM)
     full_end = tl.minimum(keys, t0 + delta + 1) if CAUSAL else keys  # tiles up to here are full
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, tl.cdiv(keys1, BM) * PARTS):  # type: ignore[misc]
-        u0 = tl.load(p_list + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BM + n % PARTS * BN
         k = load_tile(k_desc, b, kv_head, first_key + u0, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
@@ -216,7 +217,7 @@ def _multiscale_attention_kernel(
         v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
-    store_rows(p_out, p_lse, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
+    store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 Level ``e`` holds means of groups of ``2 ** e`` keys. All levels share a buffer ``[B, Hkv, rows, 2, D]``, in which a row of K is
 next to its row of V: levels 3, 2, 1 in this order, each padded with zeros to whole tiles. A tile of level e has as many rows as
 a block has tokens, so it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from the
-start of a sequence and never span two blocks. Prefix: p_ pointer.
+start of a sequence and never span two blocks.
 """
 
 from torch import Tensor
@@ -77,7 +77,7 @@ def level_ends(keys8, keys4, keys2):
 
 
 @triton.jit
-def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
+def locate_means(n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
     """Returns level and buffer rows of the n-th tile of BP means of a row block.
 
     The level is 0 unless all means are of one level and of full groups. Rows past the last mean point to valid means.
@@ -100,7 +100,7 @@ def locate_means(n, p_list, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr
     block = (g + tl.where(past4, list_shift2, tl.where(past8, list_shift4, 0))) >> bits
     row_shift4, row_shift2 = list_shift4 + first_tile(2, col_blocks) * BLOCK, list_shift2 + first_tile(1, col_blocks) * BLOCK
     row = g + tl.where(past4, row_shift2, tl.where(past8, row_shift4, 0))
-    c = tl.load(p_list + block, mask=g < end2, other=0).to(tl.int32)
+    c = tl.load(list_ptr + block, mask=g < end2, other=0).to(tl.int32)
     return level, row + ((c - block) << bits)
 
 
@@ -127,28 +127,28 @@ def add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
 
 
 @triton.jit
-def head_means(p_means, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+def head_means(means_ptr, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Returns a pointer to the means of a key/value head."""
     rows = (first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2)) * BLOCK
-    return p_means + (b.to(tl.int64) * kv_heads + kv_head) * rows * (2 * HEAD)
+    return means_ptr + (b.to(tl.int64) * kv_heads + kv_head) * rows * (2 * HEAD)
 
 
 @triton.jit
-def load_means(p_means, row, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
+def load_means(means_ptr, row, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
     """Loads rows of the means of K (V = 0) or V (V = 1), ``[rows, COLS]``."""
     d = tl.arange(0, COLS)
-    p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
+    p = means_ptr + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
     if HEAD == COLS:
         return tl.load(p)
     return tl.load(p, mask=(d < HEAD)[None, :], other=0.0)
 
 
 @triton.jit
-def store_means(p_means, x, row, exists, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
+def store_means(means_ptr, x, row, exists, V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr):
     """Stores those rows of the means of K or V that exist."""
     d = tl.arange(0, COLS)
-    p = p_means + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
-    tl.store(p, x.to(p_means.dtype.element_ty), mask=exists[:, None] & (d < HEAD)[None, :])
+    p = means_ptr + row.to(tl.int64)[:, None] * (2 * HEAD) + d[None, :] + V * HEAD
+    tl.store(p, x.to(means_ptr.dtype.element_ty), mask=exists[:, None] & (d < HEAD)[None, :])
 
 
 # --- pooling kernel ---
@@ -156,29 +156,29 @@ def store_means(p_means, x, row, exists, V: tl.constexpr, HEAD: tl.constexpr, CO
 
 @triton.jit(do_not_specialize=["col_blocks"])
 def _pool_kernel(
-    p_k, p_v, p_means, p_kv_start,
+    k_ptr, v_ptr, means_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, num_keys, col_blocks,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program pools KEYS keys, a multiple of 8, of K and of V."""
     b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first_key, _, keys, _, _ = sequence_span(p_kv_start, b, 0, num_keys, 0)
+    first_key, _, keys, _, _ = sequence_span(kv_start_ptr, b, 0, num_keys, 0)
     u0 = tl.program_id(0) * KEYS
-    p_k += b * stride_kb + h * stride_kh + (first_key + u0).to(tl.int64) * stride_kn
-    p_v += b * stride_vb + h * stride_vh + (first_key + u0).to(tl.int64) * stride_vn
-    p_means = head_means(p_means, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
-    _pool(p_k, stride_kn, p_means, u0, keys, col_blocks, 0, HEAD, COLS, BLOCK, KEYS)
-    _pool(p_v, stride_vn, p_means, u0, keys, col_blocks, 1, HEAD, COLS, BLOCK, KEYS)
+    k_ptr += b * stride_kb + h * stride_kh + (first_key + u0).to(tl.int64) * stride_kn
+    v_ptr += b * stride_vb + h * stride_vh + (first_key + u0).to(tl.int64) * stride_vn
+    means_ptr = head_means(means_ptr, b, h, tl.num_programs(1), col_blocks, HEAD, BLOCK)
+    _pool(k_ptr, stride_kn, means_ptr, u0, keys, col_blocks, 0, HEAD, COLS, BLOCK, KEYS)
+    _pool(v_ptr, stride_vn, means_ptr, u0, keys, col_blocks, 1, HEAD, COLS, BLOCK, KEYS)
 
 
 @triton.jit
 def _pool(
-    p_x, stride, p_means, u0, keys, col_blocks,
+    x_ptr, stride, means_ptr, u0, keys, col_blocks,
     V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Stores means of 2, 4 and 8 keys from key u0 on, over the keys that exist."""
     i, d = tl.arange(0, KEYS), tl.arange(0, COLS)
-    p = p_x + i.to(tl.int64)[:, None] * stride + d[None, :]
+    p = x_ptr + i.to(tl.int64)[:, None] * stride + d[None, :]
     total = tl.load(p, mask=(u0 + i < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
     for level in tl.static_range(1, 4):  # type: ignore[misc]
         total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
@@ -186,9 +186,9 @@ def _pool(
         row = first_tile(level, col_blocks) * BLOCK + group
         exists = group < tl.cdiv(col_blocks, 1 << level) * BLOCK
         if u0 + KEYS <= keys:
-            store_means(p_means, total * (0.5**level), row, exists, V, HEAD, COLS)
+            store_means(means_ptr, total * (0.5**level), row, exists, V, HEAD, COLS)
         else:
             # IEEE division, because a mean of 16-bit numbers is often half way between two of them: its last bit decides.
             size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
             mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
-            store_means(p_means, mean, row, exists, V, HEAD, COLS)
+            store_means(means_ptr, mean, row, exists, V, HEAD, COLS)

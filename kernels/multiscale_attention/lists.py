@@ -8,7 +8,7 @@
   read. Lengths ``[B or 1, Hkv, tiles, 2]``: entries that need no mask, which come last, and all entries.
 
 A tile covers adjacent column blocks at one level (:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of heads
-of the zoom map. The first dimension is B if sequences differ in padding or zoom, else 1. Prefix: p_ pointer.
+of the zoom map. The first dimension is B if sequences differ in padding or zoom, else 1.
 """
 
 import torch
@@ -70,14 +70,14 @@ def _expand_batch(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def find_row_list(p_lists, p_counts, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
+def find_row_list(lists_ptr, counts_ptr, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
     """Returns the row list of row block r for query head h of sequence b.
 
     The result is a pointer and the number of keys at zoom 8, 4, 2, 1.
     """
     row = ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // q_heads) * row_blocks + r
-    p = p_counts + row * 4
-    return p_lists + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+    p = counts_ptr + row * 4
+    return lists_ptr + row * col_blocks, tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
 
 
 @triton.jit
@@ -106,43 +106,43 @@ def _effective_zoom(zoom, c, end, full_end):
 
 @triton.jit(do_not_specialize=["col_blocks"])
 def _row_lists_kernel(
-    p_zoom, p_lists, p_counts, p_kv_start,
+    zoom_ptr, lists_ptr, counts_ptr, kv_start_ptr,
     stride_b, stride_h, stride_r, stride_c,
     num_queries, num_keys, col_blocks, offset,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One program counts the blocks of a row block by zoom, then scatters them."""
     r, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     end, full_end = _visible_blocks(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + r
-    p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
-    p_lists += row * col_blocks
+    zoom_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + r.to(tl.int64) * stride_r
+    lists_ptr += row * col_blocks
 
     n8, n4, n2, n1 = 0, 0, 0, 0
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
-        zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
+        zoom = tl.load(zoom_ptr + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         found = tl.sum(_pack_count(_effective_zoom(zoom, c, end, full_end)), 0)
         n8, n4, n2, n1 = n8 + _unpack(found, 3), n4 + _unpack(found, 2), n2 + _unpack(found, 1), n1 + _unpack(found, 0)
     cut = keys // BLOCK  # the partial column block at the end of the sequence, if any
-    last = _effective_zoom(tl.load(p_zoom + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end)
+    last = _effective_zoom(tl.load(zoom_ptr + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end)
     missing = BLOCK - keys % BLOCK
-    p_counts += row * 4
-    tl.store(p_counts, n8 * BLOCK - tl.where(last == 8, missing, 0))
-    tl.store(p_counts + 1, n4 * BLOCK - tl.where(last == 4, missing, 0))
-    tl.store(p_counts + 2, n2 * BLOCK - tl.where(last == 2, missing, 0))
-    tl.store(p_counts + 3, n1 * BLOCK - tl.where(last == 1, missing, 0))
+    counts_ptr += row * 4
+    tl.store(counts_ptr, n8 * BLOCK - tl.where(last == 8, missing, 0))
+    tl.store(counts_ptr + 1, n4 * BLOCK - tl.where(last == 4, missing, 0))
+    tl.store(counts_ptr + 2, n2 * BLOCK - tl.where(last == 2, missing, 0))
+    tl.store(counts_ptr + 3, n1 * BLOCK - tl.where(last == 1, missing, 0))
 
     next8, next4, next2, next1 = 0, n8, n8 + n4, n8 + n4 + n2
     for c0 in tl.range(0, end, CHUNK):  # type: ignore[misc]
         c = c0 + tl.arange(0, CHUNK)
-        zoom = tl.load(p_zoom + c.to(tl.int64) * stride_c, mask=c < end, other=0)
+        zoom = tl.load(zoom_ptr + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         zoom = _effective_zoom(zoom, c, end, full_end)
         one = _pack_count(zoom)
         place = tl.where(zoom == 8, next8, tl.where(zoom == 4, next4, tl.where(zoom == 2, next2, next1)))
         place += _unpack(tl.cumsum(one, 0) - one, _level(zoom))
-        tl.store(p_lists + place, c.to(p_lists.dtype.element_ty), mask=one != 0)
+        tl.store(lists_ptr + place, c.to(lists_ptr.dtype.element_ty), mask=one != 0)
         found = tl.sum(one, 0)
         next8, next4 = next8 + _unpack(found, 3), next4 + _unpack(found, 2)
         next2, next1 = next2 + _unpack(found, 1), next1 + _unpack(found, 0)
@@ -171,14 +171,14 @@ def _unpack(counters, level):
 
 @triton.jit(do_not_specialize=["entries", "col_blocks"])
 def _tile_lists_kernel(
-    p_zoom, p_lists, p_lengths, p_kv_start,
+    zoom_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_group, stride_r, stride_c,
     num_queries, num_keys, entries, col_blocks, offset, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program lists the row blocks that read one tile."""
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(p_kv_start, b, num_queries, num_keys, offset)
+    _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     level, number = level_of_tile(tile, col_blocks, COLUMNS > 1)
     column = tl.arange(0, COLUMNS)
     c = (number << level) + column
@@ -187,12 +187,12 @@ def _tile_lists_kernel(
     if CAUSAL:
         begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks see no key of the tile
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + tile
-    p_zoom += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    zoom_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     found, found_full = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
         r = entry // GROUP
-        p = p_zoom + r.to(tl.int64) * stride_r + (entry % GROUP).to(tl.int64) * stride_group
+        p = zoom_ptr + r.to(tl.int64) * stride_r + (entry % GROUP).to(tl.int64) * stride_group
         p = p[:, None] + c.to(tl.int64)[None, :] * stride_c
         zoom = tl.load(p, mask=(r < end)[:, None] & of_tile[None, :], other=0)  # [CHUNK, COLUMNS]
         seen_end, full_end = _visible_blocks(r * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
@@ -200,8 +200,8 @@ def _tile_lists_kernel(
         columns = tl.sum((zoom == (1 << level)).to(tl.int32) << column[None, :], 1)
         on = (columns != 0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
-        tl.store(p_lists + row * entries + place, (entry << 8) | columns, mask=on != 0)
+        tl.store(lists_ptr + row * entries + place, (entry << 8) | columns, mask=on != 0)
         found += tl.sum(on, 0)
         found_full += tl.sum(tl.where((number << level) < full_end, on, 0), 0)
-    tl.store(p_lengths + row * 2, found_full)
-    tl.store(p_lengths + row * 2 + 1, found)
+    tl.store(lengths_ptr + row * 2, found_full)
+    tl.store(lengths_ptr + row * 2 + 1, found)

@@ -5,7 +5,7 @@ block of a head and iterates over its list; without a mask it iterates over all 
 in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
 
 A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page; otherwise each key's
-page is looked up (:mod:`msattn.kernels.common.paged_tiles`). Prefix: p_ pointer.
+page is looked up (:mod:`msattn.kernels.common.paged_tiles`).
 """
 
 import torch
@@ -173,7 +173,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries"])
 def _paged_block_sparse_attention_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_table, p_cu_queries, p_kv_len, p_lists, p_lengths,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
@@ -185,7 +185,7 @@ def _paged_block_sparse_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_row, keys, queries, delta = packed_span(p_cu_queries, p_kv_len, b, num_queries, num_keys)
+    first_row, keys, queries, delta = packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys)
     t0 = r * BM
     if t0 >= queries:
         return
@@ -194,42 +194,42 @@ def _paged_block_sparse_attention_kernel(
     rows = (first_row + t).to(tl.int64)
     stored = (t < queries)[:, None] & (d < HEAD)[None, :]
 
-    if p_lists is not None:
-        p_list, full, all_blocks = find_list(
-            p_lists, p_lengths, b, h, r, kv_heads * group, batch, list_heads, row_blocks, entries
+    if lists_ptr is not None:
+        list_ptr, full, all_blocks = find_list(
+            lists_ptr, lengths_ptr, b, h, r, kv_heads * group, batch, list_heads, row_blocks, entries
         )
     else:
-        p_list = None
+        list_ptr = None
         _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
 
-    p_table += b.to(tl.int64) * stride_tb
-    p_k += kv_head.to(tl.int64) * stride_kh
-    p_v += kv_head.to(tl.int64) * stride_vh
-    q = tl.load(p_q + rows[:, None] * stride_qt + h.to(tl.int64) * stride_qh + d[None, :] * stride_qd, mask=stored, other=0.0)
+    table_ptr += b.to(tl.int64) * stride_tb
+    k_ptr += kv_head.to(tl.int64) * stride_kh
+    v_ptr += kv_head.to(tl.int64) * stride_vh
+    q = tl.load(q_ptr + rows[:, None] * stride_qt + h.to(tl.int64) * stride_qh + d[None, :] * stride_qd, mask=stored, other=0.0)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
     for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
         block = n // PARTS
-        if p_list is not None:
-            block = tl.load(p_list + block).to(tl.int32)
+        if list_ptr is not None:
+            block = tl.load(list_ptr + block).to(tl.int32)
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)
         if PAGE % BN == 0:  # one page, a scalar, whose load costs nothing beside that of the keys
-            page, _ = load_pages(p_table, u0, u0 < keys, PAGE)
+            page, _ = load_pages(table_ptr, u0, u0 < keys, PAGE)
         else:
-            page, _ = load_pages(p_table, u, u < keys, PAGE)
+            page, _ = load_pages(table_ptr, u, u < keys, PAGE)
         page, offset = page.to(tl.int64), u % PAGE
-        k = load_keys(p_k, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
+        k = load_keys(k_ptr, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * PARTS:
             s = mask_scores(s, t, u, keys, delta, True)
-        v = load_keys(p_v, page, offset, u < keys, stride_vp, stride_vs, HEAD, COLS)
+        v = load_keys(v_ptr, page, offset, u < keys, stride_vp, stride_vs, HEAD, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
-    p_row = p_out + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
-    tl.store(p_row, out.to(p_out.dtype.element_ty), mask=stored)
-    tl.store(p_lse + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)
+    row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
+    tl.store(row_ptrs, out.to(out_ptr.dtype.element_ty), mask=stored)
+    tl.store(lse_ptr + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)

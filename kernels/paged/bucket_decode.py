@@ -16,7 +16,7 @@ Each program takes a share of the positions of a sequence, for one key/value hea
 Bit mask and list are scratch in global memory that no other program reads. A second kernel merges the partial results of the
 splits.
 
-Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_ tile, p_ pointer, o_ offset, m_
+Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_ tile, o_ offset, m_
 mask. Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
@@ -212,7 +212,8 @@ def launch(
     ]
 )  # fmt: skip
 def _split_paged_bucket_decode_kernel(
-    q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+    q_ptr, k_ptr, v_ptr, table_ptr, kv_len_ptr, buckets_ptr, probes_ptr, recent_of_ptr, counts_ptr, words_ptr, slots_ptr,
+    part_max_ptr, part_sum_ptr, part_out_ptr,
     stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
     stride_bp, stride_bs, stride_bh, stride_pb, stride_ph,
     group, capacity, num_probes, num_words, listed, recent, sink, scale2, limit,
@@ -225,80 +226,80 @@ def _split_paged_bucket_decode_kernel(
     split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     program = (batch * kv_heads + kv_head) * num_splits + split
-    words += program * num_words
-    slots += program * listed
-    table += batch * stride_tb
-    probes += batch * stride_pb + kv_head * stride_ph
-    k += kv_head * stride_kh
-    v += kv_head * stride_vh
-    buckets += kv_head * stride_bh
+    words_ptr += program * num_words
+    slots_ptr += program * listed
+    table_ptr += batch * stride_tb
+    probes_ptr += batch * stride_pb + kv_head * stride_ph
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+    buckets_ptr += kv_head * stride_bh
 
-    end = tl.minimum(tl.maximum(tl.load(kv_len + batch), 0), capacity)
-    if recent_of is not None:
-        recent = tl.load(recent_of + batch)
+    end = tl.minimum(tl.maximum(tl.load(kv_len_ptr + batch), 0), capacity)
+    if recent_of_ptr is not None:
+        recent = tl.load(recent_of_ptr + batch)
     sink_end, recent_begin = dense_window(0, end, recent, sink)
 
-    _set_bits(words, probes, num_probes, num_words, BS)
-    count = _list_window(slots, table, split, num_splits, sink_end, recent_begin, end, PAGE, BS)
+    _set_bits(words_ptr, probes_ptr, num_probes, num_words, BS)
+    count = _list_window(slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE, BS)
     position = split * BS + tl.arange(0, BS)
-    slot, bucket = _load_buckets(buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE)
+    slot, bucket = _load_buckets(buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE)
     for _ in tl.range(split * BS, recent_begin, num_splits * BS):
         position += num_splits * BS
         next_slot, next_bucket = _load_buckets(  # early, to overlap with the work on this tile
-            buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE
+            buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE
         )
         word = bucket >> 5
-        bits = tl.load(words + word, mask=(bucket >= 0) & (word < num_words), other=0)
+        bits = tl.load(words_ptr + word, mask=(bucket >= 0) & (word < num_words), other=0)
         match = (bits >> (bucket & 31)) & 1
-        tl.store(slots + count + tl.cumsum(match, 0) - 1, slot, mask=match > 0)
+        tl.store(slots_ptr + count + tl.cumsum(match, 0) - 1, slot, mask=match > 0)
         count += tl.sum(match, 0)
         slot, bucket = next_slot, next_bucket
     tl.debug_barrier()  # slots are read by other threads than wrote them
 
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
-    b_q = load_group(q, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
+    b_q = load_group(q_ptr, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
     m = tl.full([BH], float("-inf"), tl.float32)
     l = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, BD], tl.float32)
     for n in tl.range(0, count, BN):
         o_n = n + tl.arange(0, BN)
         live = o_n < count
-        key = tl.load(slots + o_n, mask=live, other=0)
+        key = tl.load(slots_ptr + o_n, mask=live, other=0)
         page, offset = (key // PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
         m_tile = live[:, None] & m_d[None, :]
-        p_k = k + (page * stride_kp + offset * stride_ks)[:, None] + o_d[None, :]
-        p_v = v + (page * stride_vp + offset * stride_vs)[:, None] + o_d[None, :]
-        b_k = tl.load(p_k, mask=m_tile, other=0.0)  # [BN, BD]
-        b_v = tl.load(p_v, mask=m_tile, other=0.0)  # [BN, BD]
+        k_ptrs = k_ptr + (page * stride_kp + offset * stride_ks)[:, None] + o_d[None, :]
+        v_ptrs = v_ptr + (page * stride_vp + offset * stride_vs)[:, None] + o_d[None, :]
+        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
+        b_v = tl.load(v_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
         if limit is not None:
             s = cap_scores(s, limit)
         s = tl.where(live[None, :], s, float("-inf"))
         m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
 
-    if counts is not None:
-        tl.atomic_add(counts + batch * kv_heads + kv_head, count.to(tl.int64), sem="relaxed")
-    store_split(part_max, part_sum, part_out, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
+    if counts_ptr is not None:
+        tl.atomic_add(counts_ptr + batch * kv_heads + kv_head, count.to(tl.int64), sem="relaxed")
+    store_split(part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
 
 
 @triton.jit
-def _set_bits(words, probes, num_probes, num_words, BS: tl.constexpr):
+def _set_bits(words_ptr, probes_ptr, num_probes, num_words, BS: tl.constexpr):
     """Writes the bit mask of probed buckets, ``words [num_words]``."""
     o_s = tl.arange(0, BS)
     for first in tl.range(0, num_words, BS):
-        tl.store(words + first + o_s, tl.zeros([BS], tl.int32), mask=first + o_s < num_words)
+        tl.store(words_ptr + first + o_s, tl.zeros([BS], tl.int32), mask=first + o_s < num_words)
     tl.debug_barrier()
     for first in tl.range(0, num_probes, BS):
-        bucket = tl.load(probes + first + o_s, mask=first + o_s < num_probes, other=-1)
+        bucket = tl.load(probes_ptr + first + o_s, mask=first + o_s < num_probes, other=-1)
         word = bucket >> 5
-        tl.atomic_or(words + word, 1 << (bucket & 31), mask=(bucket >= 0) & (word < num_words), sem="relaxed")
+        tl.atomic_or(words_ptr + word, 1 << (bucket & 31), mask=(bucket >= 0) & (word < num_words), sem="relaxed")
     tl.debug_barrier()
 
 
 @triton.jit
 def _list_window(
-    slots, table, split, num_splits, sink_end, recent_begin, end, PAGE: tl.constexpr, BS: tl.constexpr
+    slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE: tl.constexpr, BS: tl.constexpr
 ):  # fmt: skip
     """Lists the slots of a split's share of the dense window, and returns their number."""
     size = sink_end + end - recent_begin
@@ -309,15 +310,15 @@ def _list_window(
         o_s = first + tl.arange(0, BS)
         listed = begin + o_s
         position = tl.where(listed < sink_end, listed, recent_begin - sink_end + listed)
-        page, offset = load_pages(table, position, o_s < count, PAGE)
-        tl.store(slots + o_s, page * PAGE + offset, mask=o_s < count)
+        page, offset = load_pages(table_ptr, position, o_s < count, PAGE)
+        tl.store(slots_ptr + o_s, page * PAGE + offset, mask=o_s < count)
     return count
 
 
 @triton.jit
-def _load_buckets(buckets, table, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr):
+def _load_buckets(buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr):
     """Returns slots and buckets of positions; the bucket is -1 in the dense window and after it."""
     live = (position >= sink_end) & (position < recent_begin)
-    page, offset = load_pages(table, position, live, PAGE)
-    bucket = tl.load(buckets + page.to(tl.int64) * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
+    page, offset = load_pages(table_ptr, position, live, PAGE)
+    bucket = tl.load(buckets_ptr + page.to(tl.int64) * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
     return page * PAGE + offset, bucket

@@ -4,7 +4,7 @@ A router that reads the buckets whose keys it predicts to matter most divides by
 pages are shared, moved and freed, so they are counted anew in every step, from the bucket ids that the step reads anyway.
 
 A program counts a span of positions of one sequence, for one key/value head, in a histogram, and adds it to the sizes with
-atomics: of integers, so that the order does not change the result. Prefixes: p_ pointer, o_ offset, m_ mask. Grid: (span,
+atomics: of integers, so that the order does not change the result. Prefixes: o_ offset, m_ mask. Grid: (span,
 key/value head, sequence).
 """
 
@@ -78,22 +78,22 @@ def launch(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> 
 
 @triton.jit(do_not_specialize=["capacity", "num_buckets"])
 def _count_kernel(
-    buckets, table, kv_len, sizes, stride_p, stride_s, stride_h, stride_t, capacity, num_buckets,
+    buckets_ptr, table_ptr, kv_len_ptr, sizes_ptr, stride_p, stride_s, stride_h, stride_t, capacity, num_buckets,
     PAGE: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of a span to ``sizes [B, Hkv, C]``."""
     kv_head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin, end = tl.program_id(0) * SPAN, tl.minimum(tl.load(kv_len + batch), capacity)
+    begin, end = tl.program_id(0) * SPAN, tl.minimum(tl.load(kv_len_ptr + batch), capacity)
     if begin >= end:
         return
     position = begin + tl.arange(0, SPAN)
     m_position = position < end
-    page, offset = load_pages(table + batch * stride_t, position, m_position, PAGE)
-    p_bucket = buckets + page.to(tl.int64) * stride_p + offset * stride_s + kv_head * stride_h
-    bucket = tl.load(p_bucket, mask=m_position, other=-1).to(tl.int32)
-    p_sizes = sizes + (batch * tl.num_programs(1) + kv_head) * num_buckets
+    page, offset = load_pages(table_ptr + batch * stride_t, position, m_position, PAGE)
+    bucket_ptrs = buckets_ptr + page.to(tl.int64) * stride_p + offset * stride_s + kv_head * stride_h
+    bucket = tl.load(bucket_ptrs, mask=m_position, other=-1).to(tl.int32)
+    own_sizes_ptr = sizes_ptr + (batch * tl.num_programs(1) + kv_head) * num_buckets
     for first in tl.range(0, num_buckets, BINS):
         here = bucket - first
         keys = tl.histogram(here, BINS, mask=(here >= 0) & (here < BINS) & (bucket < num_buckets))
         bin = first + tl.arange(0, BINS)
-        tl.atomic_add(p_sizes + bin, keys, mask=(bin < num_buckets) & (keys > 0), sem="relaxed")
+        tl.atomic_add(own_sizes_ptr + bin, keys, mask=(bin < num_buckets) & (keys > 0), sem="relaxed")

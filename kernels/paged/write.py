@@ -3,7 +3,7 @@
 By indexing, PyTorch launches a kernel for each of the three, which move single elements; this is one kernel that copies rows.
 
 A plain function of tensors, not a registered operation; its form in PyTorch is in this file too. Tiles: BT tokens, BD channels.
-Prefixes: p_ pointer, o_ offset, m_ mask. Grid: (block of tokens, key/value head).
+Prefixes: o_ offset, m_ mask. Grid: (block of tokens, key/value head).
 """
 
 import torch
@@ -118,7 +118,7 @@ def launch(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _write_kernel(
-    p_k, p_v, p_keys, p_values, p_pages, p_offsets, p_ids, p_buckets, tokens,
+    k_ptr, v_ptr, keys_ptr, values_ptr, pages_ptr, offsets_ptr, ids_ptr, buckets_ptr, tokens,
     stride_kh, stride_kt, stride_kd, stride_vh, stride_vt, stride_vd,
     stride_keys_p, stride_keys_s, stride_keys_h, stride_keys_d,
     stride_values_p, stride_values_s, stride_values_h, stride_values_d,
@@ -130,14 +130,14 @@ def _write_kernel(
     head, token = tl.program_id(1).to(tl.int64), (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     o_d, m_token = tl.arange(0, BD)[None, :], token < tokens
     mask = m_token[:, None] & (o_d < SIZE)
-    page = tl.load(p_pages + token * stride_pages, mask=m_token, other=0)
-    offset = tl.load(p_offsets + token * stride_offsets, mask=m_token, other=0)
-    k = tl.load(p_k + head * stride_kh + token[:, None] * stride_kt + o_d * stride_kd, mask=mask)
-    v = tl.load(p_v + head * stride_vh + token[:, None] * stride_vt + o_d * stride_vd, mask=mask)
+    page = tl.load(pages_ptr + token * stride_pages, mask=m_token, other=0)
+    offset = tl.load(offsets_ptr + token * stride_offsets, mask=m_token, other=0)
+    k = tl.load(k_ptr + head * stride_kh + token[:, None] * stride_kt + o_d * stride_kd, mask=mask)
+    v = tl.load(v_ptr + head * stride_vh + token[:, None] * stride_vt + o_d * stride_vd, mask=mask)
     o_keys = page * stride_keys_p + offset * stride_keys_s + head * stride_keys_h
     o_values = page * stride_values_p + offset * stride_values_s + head * stride_values_h
-    tl.store(p_keys + o_keys[:, None] + o_d * stride_keys_d, k, mask=mask)
-    tl.store(p_values + o_values[:, None] + o_d * stride_values_d, v, mask=mask)
-    if p_ids is not None:
-        bucket = tl.load(p_ids + head * stride_ih + token * stride_it, mask=m_token)
-        tl.store(p_buckets + page * stride_bp + offset * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)
+    tl.store(keys_ptr + o_keys[:, None] + o_d * stride_keys_d, k, mask=mask)
+    tl.store(values_ptr + o_values[:, None] + o_d * stride_values_d, v, mask=mask)
+    if ids_ptr is not None:
+        bucket = tl.load(ids_ptr + head * stride_ih + token * stride_it, mask=m_token)
+        tl.store(buckets_ptr + page * stride_bp + offset * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)
