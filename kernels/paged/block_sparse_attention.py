@@ -217,9 +217,9 @@ def _paged_block_sparse_attention_kernel(
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)
         if PAGE % BN == 0:  # one page, a scalar, whose load costs nothing beside that of the keys
-            page, _ = load_pages(table_ptr, u0, u0 < keys, PAGE)
+            page = load_pages(table_ptr, u0, u0 < keys, PAGE)[0]
         else:
-            page, _ = load_pages(table_ptr, u, u < keys, PAGE)
+            page = load_pages(table_ptr, u, u < keys, PAGE)[0]
         page, offset = page.to(tl.int64), u % PAGE
         k = load_keys(k_ptr, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]

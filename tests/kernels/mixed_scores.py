@@ -16,6 +16,7 @@ from msattn.kernels.testing import (
     starts,
 )
 from msattn.kernels.types import Backend
+from tests.kernels.shared import assert_cuda_graph, assert_same, fill_padding
 
 Operation = Callable[..., Tensor]
 RESULTS = ("out", "dq", "dk", "dv", "dweight")
@@ -49,16 +50,16 @@ def assert_agrees(
 ) -> None:
     """Asserts that output and gradients agree with ``definition`` in fp64.
 
-    They are exactly 0 for queries without visible keys.
+    They are exactly 0 for queries without visible keys. Padding holds NaN.
     """
-    inputs = [x.requires_grad_() for x in (*case.qkv(device), weight)]
-    out = operation(*inputs, causal=case.causal, kv_start=starts(case.padding, device), backend=backend)
+    q, k, v = case.qkv(device)
+    leaves = [*fill_padding(case, q, k, v), weight.requires_grad_()]
+    out = operation(*leaves, causal=case.causal, kv_start=starts(case.padding, device), backend=backend)
     dout = torch.randn_like(out)
-    got = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    got = out.detach(), *torch.autograd.grad(out, leaves, dout)
     seen = case.visible(device)
-    wanted, eager = (definition(inputs, seen, dout, dtype) for dtype in (torch.float64, case.dtype))
-    q, k, v, weight = (x.detach() for x in inputs)
-    rounding = roundings(q, k, v, weight, dout, mixed, pairs)
+    wanted, eager = (definition((q, k, v, weight), seen, dout, dtype) for dtype in (torch.float64, case.dtype))
+    rounding = roundings(q, k, v, weight.detach(), dout, mixed, pairs)
     for name, x, x_exact, x_eager in zip(RESULTS, got, wanted, eager, strict=True):
         assert x.dtype == case.dtype
         within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
@@ -68,28 +69,6 @@ def assert_agrees(
     assert (got[1][empty] == 0).all()
 
 
-def assert_padded_equals_unpadded(
-    operation: Operation, inputs: Sequence[Tensor], *, causal: bool, backend: Backend, tolerance: float | None = None
-) -> None:
-    """Asserts that a padded sequence gives the same output and gradients as alone."""
-    dout = torch.randn_like(inputs[0])
-    pad = 21
-
-    def run(inputs: Sequence[Tensor], dout: Tensor, kv_start: Tensor | None) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = operation(*leaves, causal=causal, kv_start=kv_start, backend=backend)
-        return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-    alone = run(inputs, dout, None)
-    wide = [torch.nn.functional.pad(x, (0, 0, pad, 0), value=float("nan")) for x in inputs[:3]]
-    wide_dout = torch.nn.functional.pad(dout, (0, 0, pad, 0), value=float("nan") if backend == "triton" else 1.0)
-    got = run([*wide, inputs[3]], wide_dout, starts([pad], dout.device))
-    for x, y in zip(got[:4], alone[:4], strict=True):
-        assert (x[:, :, :pad] == 0).all()
-        torch.testing.assert_close(x[:, :, pad:], y, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(got[4], alone[4], rtol=tolerance, atol=tolerance)
-
-
 def results(operation: Operation, inputs: Sequence[Tensor], dout: Tensor, backend: Backend | None = None) -> list[Tensor]:
     """Returns the output and the gradients."""
     leaves = [x.requires_grad_() for x in inputs]
@@ -97,19 +76,12 @@ def results(operation: Operation, inputs: Sequence[Tensor], dout: Tensor, backen
     return [out, *torch.autograd.grad(out, leaves, dout)]
 
 
-def assert_bitwise_reproducible(operation: Operation, inputs: Sequence[Tensor], dout: Tensor) -> None:
-    """Asserts that three runs give bitwise equal output and gradients."""
-    first = results(operation, inputs, dout)
-    for _ in range(2):
-        torch.testing.assert_close(results(operation, inputs, dout), first, rtol=0, atol=0)
-
-
 def assert_accepts_misaligned_gradients(operation: Operation, inputs: Sequence[Tensor]) -> None:
     """Asserts that a gradient that is not aligned to 16 bytes gives the same results."""
     dout = torch.randn_like(inputs[0]).contiguous()
     misaligned = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout)
     got, want = (results(operation, inputs, x, "triton") for x in (misaligned, dout))
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert_same(got, want)
 
 
 def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend) -> None:
@@ -118,10 +90,10 @@ def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[T
     torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, backend))
     dout = torch.ones_like(inputs[0])
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(*(results(f, leaves, dout, backend) for f in (compiled, operation)), rtol=0, atol=0)
+    assert_same(*(results(f, leaves, dout, backend) for f in (compiled, operation)))
 
 
-def assert_cuda_graph(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
+def assert_step_is_captured(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
     """Asserts that a captured step, with backward, follows new inputs and padding."""
     kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
 
@@ -129,12 +101,9 @@ def assert_cuda_graph(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor
         out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
         return [out, *module._backward_operator(dout, *inputs, out, lse, kv_start, True, 0.1, "triton")]
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    kv_start.fill_(60)
-    for x in inputs:
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    torch.testing.assert_close(got, step(), rtol=0, atol=0)
+    def change() -> None:
+        kv_start.fill_(60)
+        for x in inputs:
+            x.copy_(torch.randn_like(x))
+
+    assert_cuda_graph(step, change)

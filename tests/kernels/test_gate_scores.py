@@ -9,8 +9,8 @@ from torch import Tensor
 from msattn.kernels import reference, testing
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
+from tests.kernels.shared import BACKENDS, assert_operator
 
-BACKENDS: list[Backend] = ["torch", "triton"]
 CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
     "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
     "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, None, ["avg", "max"], ["avg"]),
@@ -114,9 +114,8 @@ def test_operator(backend: Backend, device: str) -> None:
 
     a = random_arguments("padding", device)
     given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
-    torch.library.opcheck(module._operator, (*given, "avg", "max,min", 16, a["kv_start"], backend))
-    compiled = torch.compile(gate_scores, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**a, backend=backend), gate_scores(**a, backend=backend), rtol=0, atol=0)
+    arguments = (*given, "avg", "max,min", 16, a["kv_start"], backend)
+    assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
     with pytest.raises(NotImplementedError, match="no gradient"):
         gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
 

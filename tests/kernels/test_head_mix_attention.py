@@ -14,12 +14,10 @@ from msattn.kernels.common import score_products
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.head_mix_attention import operation as module
 from msattn.kernels.head_mix_attention import scores as head_mix_scores
-from msattn.kernels.testing import Case, dense_attention, full_product, random_qkv, starts, visible
+from msattn.kernels.testing import Case, full_product, random_qkv, starts, visible
 from msattn.kernels.types import Backend
 from tests.kernels import mixed_scores
-
-BACKENDS: list[Backend] = ["torch", "triton"]
-HALF, FULL = torch.float16, torch.float32
+from tests.kernels.shared import BACKENDS, FULL, HALF, assert_reproducible
 
 
 def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -80,20 +78,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
         check(case, "triton", "cuda")
-
-
-@pytest.mark.gpu
-def test_full_length() -> None:
-    check(Case(1, 4, 2, 4095, 4095, 128, torch.bfloat16), "triton", "cuda")
-
-
-@pytest.mark.slow
-def test_reference_at_4095_tokens() -> None:
-    q, k, v = random_qkv(1, 2, 1, 4095)
-    weight = random_weight(2, FULL, "cpu")
-    seen = visible(1, 95, 4095, True, None)
-    want = mixed_attention((q[:, :, 4000:], k, v, weight), seen, torch.zeros(1, 2, 95, 64), torch.float64)[0]
-    torch.testing.assert_close(head_mix_attention(q, k, v, weight)[:, :, 4000:], want.float())
+    check(Case(1, 4, 2, 4095, 4095, head_size, dtype), "triton", "cuda")
 
 
 @pytest.mark.slow
@@ -108,32 +93,6 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
     parts = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_padded_equals_unpadded(causal: bool, backend: Backend, device: str) -> None:
-    inputs = *random_qkv(1, 4, 2, 30, head_size=16, device=device), random_weight(4, FULL, device)
-    mixed_scores.assert_padded_equals_unpadded(head_mix_attention, inputs, causal=causal, backend=backend, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_identity_weight_equals_plain_attention(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 4, 2, 70, 90, device=device)
-    got = head_mix_attention(q, k, v, torch.eye(4, device=device), scale=0.3, backend=backend)
-    want = dense_attention(q, k, v, visible(1, 70, 90, True, None, device), 0.3, torch.float32)
-    torch.testing.assert_close(got, want.out)
-
-
-@settings(max_examples=15, deadline=None)
-@given(n=st.integers(1, 60), more=st.integers(0, 40), causal=st.booleans(), seed=st.integers(0, 99))
-def test_permuting_heads_permutes_the_output(n: int, more: int, causal: bool, seed: int) -> None:
-    q, k, v = random_qkv(1, 4, 4, n, n + more, 16, seed=seed)
-    weight, order = random_weight(4, FULL, "cpu"), torch.randperm(4, generator=torch.Generator().manual_seed(seed))
-    unpermuted = head_mix_attention(q, k, v, weight, causal=causal)
-    permuted = head_mix_attention(q[:, order], k[:, order], v[:, order], weight[order][:, order], causal=causal)
-    torch.testing.assert_close(permuted, unpermuted[:, order])
 
 
 @settings(max_examples=10, deadline=None)
@@ -225,12 +184,13 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
-    mixed_scores.assert_bitwise_reproducible(head_mix_attention, *gpu_step(1000, dtype))
+    inputs, dout = gpu_step(1000, dtype)
+    assert_reproducible(lambda: mixed_scores.results(head_mix_attention, inputs, dout))
 
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    mixed_scores.assert_cuda_graph(module, *gpu_step(300, torch.bfloat16))
+    mixed_scores.assert_step_is_captured(module, *gpu_step(300, torch.bfloat16))
 
 
 @pytest.mark.gpu

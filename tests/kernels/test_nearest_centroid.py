@@ -14,9 +14,16 @@ from msattn.kernels import nearest_centroid as module
 from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
 from msattn.kernels.testing import random_buckets
 from msattn.kernels.types import Backend
-
-BACKENDS: list[Backend] = ["triton", "torch"]
-FULL, HALF = torch.float32, torch.float16
+from tests.kernels.shared import (
+    BACKENDS,
+    FULL,
+    HALF,
+    assert_cuda_graph,
+    assert_no_gradient,
+    assert_operator,
+    assert_reproducible,
+    assert_same,
+)
 
 
 class Case(NamedTuple):
@@ -70,9 +77,7 @@ def check_sums(case: Case, backend: Backend, device: str) -> None:
     assert got.counts.dtype == torch.int32
     member = one_hot(buckets.long() + 1, case.num_buckets + 1)[..., 1:]
     assert torch.equal(got.counts.long(), member.sum(2))
-    terms = member.sum(2)[..., None] * (
-        member.double().mT @ k.double().abs()
-    )  # bound of the rounding error: every addition rounds a partial sum
+    terms = member.sum(2)[..., None] * (member.double().mT @ k.double().abs())  # every addition rounds a partial sum
     error = (got.sums - member.double().mT @ k.double()).abs()
     assert (error <= 2**-23 * terms + 2**-21 * k.double().abs().amax()).all()
     assert (got.sums[got.counts == 0] == 0).all()
@@ -113,18 +118,13 @@ def test_at_full_length() -> None:
 @pytest.mark.gpu
 def test_is_deterministic() -> None:
     k, centroids = Case(1, 4, 50_000, 300, 128, torch.bfloat16).inputs("cuda")
-    first = nearest_centroid(k, centroids)
-    sums = bucket_sums(k, first.buckets, num_buckets=300)
-    for _ in range(5):
-        assert all(torch.equal(x, y) for x, y in zip(nearest_centroid(k, centroids), first, strict=True))
-        assert all(torch.equal(x, y) for x, y in zip(bucket_sums(k, first.buckets, num_buckets=300), sums, strict=True))
+    buckets = nearest_centroid(k, centroids).buckets
+    assert_reproducible(lambda: (*nearest_centroid(k, centroids), *bucket_sums(k, buckets, num_buckets=300)), runs=5)
 
 
 @pytest.mark.gpu
 def test_offsets_beyond_31_bits() -> None:
-    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[
-        :, :128
-    ]  # row stride 136: the last row starts past 2**31
+    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[:, :128]  # the last row starts past 2**31
     k[-1] = 1
     k = k[None, None]
     centroids = torch.stack([-torch.ones(128), torch.ones(128)])[None].cuda()
@@ -156,14 +156,13 @@ def test_accepts_strided_views(backend: Backend, steady_device: str) -> None:
     wide = torch.randn(2, 3, 140, 128, device=steady_device).to(HALF)
     wide[:, :, ::2, 64:] = k
     view, spread = wide[:, :, ::2, 64:], centroids.mT.contiguous().mT
-    want, got = nearest_centroid(k, centroids, backend=backend), nearest_centroid(view, spread, backend=backend)
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    want = nearest_centroid(k, centroids, backend=backend)
+    assert_same(nearest_centroid(view, spread, backend=backend), want)
     buckets = want.buckets.mT.contiguous().mT
-    want, got = (bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view))
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert_same(*(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(num_keys=st.integers(1, 200), num_buckets=st.integers(1, 40), seed=st.integers(0, 2**16))
 def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) -> None:
     """Sums of integers are exact, so that both backends agree for any split."""
@@ -180,34 +179,24 @@ def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) 
 def test_operators(backend: Backend, steady_device: str) -> None:
     k, centroids = Case(1, 2, 40, 7, 64).inputs(steady_device)
     buckets = random_buckets(1, 2, 40, 7, steady_device)
-    torch.library.opcheck(module._nearest_operator, (k, centroids, backend))
     torch.library.opcheck(module._sums_operator, (k, buckets, 7, backend))
 
     def iteration(k: Tensor, centroids: Tensor) -> Tensor:
         return bucket_sums(k, nearest_centroid(k, centroids, backend=backend).buckets, num_buckets=7, backend=backend).sums
 
-    assert torch.equal(torch.compile(iteration, fullgraph=True, backend="aot_eager")(k, centroids), iteration(k, centroids))
+    assert_operator(module._nearest_operator, (k, centroids, backend), iteration, k, centroids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     k, centroids = Case(1, 2, 40, 7, 64).inputs(device)
-    k.requires_grad_()
-    products = nearest_centroid(k, centroids, backend=backend).products
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        products.sum().backward()
+    assert_no_gradient(nearest_centroid, k, centroids, backend=backend)
 
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     k, centroids = Case(1, 8, 1000, 64, 128, torch.bfloat16).inputs("cuda")
-    nearest_centroid(k, centroids)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = nearest_centroid(k, centroids)
-    k.copy_(torch.randn_like(k))
-    graph.replay()
-    assert all(torch.equal(x, y) for x, y in zip(got, nearest_centroid(k, centroids), strict=True))
+    assert_cuda_graph(lambda: nearest_centroid(k, centroids), lambda: k.copy_(torch.randn_like(k)))
 
 
 @pytest.mark.parametrize(

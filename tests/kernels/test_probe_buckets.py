@@ -11,9 +11,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.densities import bucket_densities
 from msattn.kernels.probe_buckets import probe_buckets
 from msattn.kernels.types import Backend
-
-BACKENDS = ["torch", "triton"]
-HALF, FULL = torch.float16, torch.float32
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 def inputs(
@@ -65,10 +63,9 @@ def test_selects_the_best_buckets(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("share_that_passes", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "buckets", "dtype", "probes"),
-    [(1, 4, 2, 40, FULL, 40), (2, 7, 1, 100, FULL, 30), (3, 4, 4, 17, HALF, 17), (2, 2, 1, 300, HALF, 64)],
+    ("batch", "q_heads", "kv_heads", "buckets", "dtype", "probes", "share_that_passes"),
+    [(1, 4, 2, 40, FULL, 40, 0.5), (2, 7, 1, 100, FULL, 30, 0.0), (3, 4, 4, 17, HALF, 17, 1.0), (2, 2, 1, 300, HALF, 64, 0.1)],
 )
 def test_selects_the_densest_buckets_that_reach_the_threshold(
     batch: int, q_heads: int, kv_heads: int, buckets: int, dtype: torch.dtype, probes: int, share_that_passes: float,

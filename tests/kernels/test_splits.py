@@ -9,32 +9,32 @@ from msattn.kernels.common.splits import choose_splits, merge_splits, one_wave_s
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slots", "tiles", "splits"),
+    ("blocks", "concurrent", "tiles", "splits"),
     [
         (8, 132, 256, 16),
         (8, 132, 65, 13),  # with 14 to 16 the longest split would have five tiles, too
         (40, 132, 64, 3),  # one nearly full wave is better than several fuller ones
-        (96, 132, 64, 1),  # three quarters of the slots read nearly as fast as all of them
-        (72, 132, 512, 9),  # several waves, because one would leave half of the slots free
+        (96, 132, 64, 1),  # three quarters of the programs read nearly as fast as all of them
+        (72, 132, 512, 9),  # several waves, because one would leave half of the GPU free
         (1, 132, 65, 65),
         (1000, 264, 1, 1),
         (1, 1000, 9999, 500),  # MAX_SPLITS is 512, and 500 give the same number of tiles
     ],
 )
-def test_splits_fill_the_gpu(blocks: int, slots: int, tiles: int, splits: int) -> None:
+def test_splits_fill_the_gpu(blocks: int, concurrent: int, tiles: int, splits: int) -> None:
     """The choice balances waves, start and merge costs, and memory saturation."""
-    assert choose_splits(blocks, slots, tiles) == splits
+    assert choose_splits(blocks, concurrent, tiles) == splits
 
 
 @pytest.mark.parametrize(
     ("blocks", "splits"),
     [
         (8, 32),  # 256 programs beside the 8 extra ones
-        (16, 13),  # 16 splits of four tiles would leave no free slots
+        (16, 13),  # 16 splits of four tiles would leave no room
         (64, 3),
     ],
 )
-def test_splits_leave_slots_for_extra_programs(blocks: int, splits: int) -> None:
+def test_splits_leave_room_for_extra_programs(blocks: int, splits: int) -> None:
     """Shorter splits that wait for the extra programs would take longer."""
     assert choose_splits(blocks, 264, 64, extra_tiles=4) == splits
 
@@ -47,9 +47,9 @@ def test_one_wave_splits_run_at_once(blocks: int, tiles: int, limit: int | None,
     assert one_wave_splits(blocks, 264, tiles, limit) == splits
 
 
-@pytest.mark.parametrize("rebase", [True, False])
-@pytest.mark.parametrize("head_size", [8, 80, 256])
-@pytest.mark.parametrize("splits", [2, 32, 33, 129, 300])
+@pytest.mark.parametrize(
+    ("splits", "head_size", "rebase"), [(2, 8, True), (32, 256, False), (33, 80, True), (129, 256, True), (300, 80, False)]
+)
 def test_merge_agrees_with_fp64(splits: int, head_size: int, rebase: bool, device: str) -> None:
     """Some splits, and all splits of one row, have no visible key."""
     generator = torch.Generator().manual_seed(splits)

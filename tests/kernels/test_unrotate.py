@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import unrotate as module
 from msattn.kernels.types import Backend
 from msattn.kernels.unrotate import unrotate
-from msattn.trainer.models.rope import cos_sin, rotate
-
-BACKENDS: list[Backend] = ["torch", "triton"]
+from msattn.trainer.models.rope import cos_sin
+from tests.kernels.shared import BACKENDS, assert_cuda_graph
 
 
 def angles(batch: int, tokens: int, rotated: int, device: str, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -42,9 +40,10 @@ def assert_agrees(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = Fa
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("shape", "rotated"), [((2, 3, 65, 64), 64), ((1, 7, 1, 128), 128), ((3, 1, 63, 80), 40), ((1, 2, 111, 24), 12)], ids=str
+    ("shape", "rotated", "interleaved"),
+    [((2, 3, 65, 64), 64, True), ((1, 7, 1, 128), 128, False), ((3, 1, 63, 80), 40, False), ((1, 2, 111, 24), 12, True)],
+    ids=str,
 )
-@pytest.mark.parametrize("interleaved", [False, True])
 def test_agrees_with_fp64(
     shape: tuple[int, ...], rotated: int, interleaved: bool, dtype: torch.dtype, backend: Backend, device: str, poisoned: None
 ) -> None:
@@ -64,15 +63,6 @@ def test_full_product(dtype: torch.dtype, tokens: int, poisoned: None) -> None:
             x = torch.randn(2, heads, tokens, size, device="cuda").to(dtype)
             cos, sin = angles(2, tokens, rotated, "cuda", interleaved=interleaved)
             assert_agrees(x, cos.to(dtype), sin.to(dtype), interleaved=interleaved)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_inverts_the_rotation_of_models(interleaved: bool, backend: Backend, device: str) -> None:
-    x = torch.randn(2, 3, 40, 64, device=device)
-    cos, sin = angles(2, 40, 32, device, interleaved=interleaved)
-    got = unrotate(rotate(x, cos, sin, interleaved=interleaved), cos, sin, interleaved=interleaved, backend=backend)
-    torch.testing.assert_close(got, x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,10 +110,4 @@ def test_refuses(change: dict, message: str) -> None:
 def test_cuda_graph() -> None:
     """A captured step follows in-place changes of its inputs."""
     x, (cos, sin) = torch.randn(1, 8, 33, 128, device="cuda"), angles(1, 33, 128, "cuda")
-    module.launch(x, cos, sin, False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = unrotate(x, cos, sin)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    assert torch.equal(got, unrotate(x, cos, sin))
+    assert_cuda_graph(lambda: unrotate(x, cos, sin), lambda: x.copy_(torch.randn_like(x)))

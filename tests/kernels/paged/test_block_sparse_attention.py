@@ -9,15 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged import block_sparse_attention as module
 from msattn.kernels.paged import paged_block_sparse_attention
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
-from msattn.kernels.types import Backend, PagedKeys, SparseAttention
-
-BACKENDS: list[Backend] = ["torch", "triton"]
-HALF, FULL = torch.float16, torch.float32
+from msattn.kernels.types import Backend, PagedKeys
+from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator, assert_same
 
 
 class Case(NamedTuple):
@@ -123,46 +120,29 @@ CASES = [
 ]
 
 
+CAPPED = [(CASES[4], 5.0), (CASES[0], 50.0), (CASES[5], 5.0)]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
+def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
     """Slots that are not filled, and the spare page, hold NaN."""
-    check(case, backend, device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [(CASES[n], (5.0, 50.0)[n % 2]) for n in (4, 0, 2, 5)], ids=str)
-def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device, softcap)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    page_size=st.sampled_from([16, 40, 64, 256]),
-    block_size=st.sampled_from([16, 64]),
-    mask_heads=st.sampled_from([0, 1, 2, 4]),
-    sequences=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 80)), min_size=1, max_size=3),
-    softcap=st.sampled_from([None, 2.0]),
-)
-def test_any_lengths_agree_with_fp64(
-    page_size: int, block_size: int, mask_heads: int, sequences: list[tuple[int, int]], softcap: float | None
-) -> None:
-    check(Case(page_size, block_size, 4, 2, 16, mask_heads, tuple(sequences)), "torch", "cpu", softcap)
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @settings(max_examples=15, deadline=None)
 @given(
     page_size=st.sampled_from([16, 40, 64, 256]),
     block_size=st.sampled_from([16, 64]),
     mask_heads=st.sampled_from([0, 1, 2]),
     sequences=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 80)), min_size=1, max_size=3),
+    softcap=st.sampled_from([None, 2.0]),
 )
-def test_kernel_with_any_lengths_agrees_with_fp64(
-    device: str, page_size: int, block_size: int, mask_heads: int, sequences: list[tuple[int, int]]
+def test_any_lengths(
+    backend: Backend, device: str, page_size: int, block_size: int, mask_heads: int, sequences: Any, softcap: float | None
 ) -> None:
-    check(Case(page_size, block_size, 2, 1, 16, mask_heads, tuple(sequences)), "triton", device)
+    check(Case(page_size, block_size, 2, 1, 16, mask_heads, tuple(sequences)), backend, device, softcap)
 
 
 @pytest.mark.gpu
@@ -184,36 +164,6 @@ def test_4095_keys(head_size: int, page_size: int, softcap: float | None, poison
     for dtype, mask_heads in itertools.product((torch.bfloat16, torch.float16), (8, 0)):
         sequences = (2047, 2048), (0, 4095), (4094, 1), (3000, 0)
         check(Case(page_size, 64, 8, 2, head_size, mask_heads, sequences, dtype), "triton", "cuda", softcap)
-
-
-def contiguous(problem: Problem, case: Case, backend: Backend) -> SparseAttention:
-    """Computes block-sparse attention over the contiguous keys of each sequence, packed."""
-    parts, end = [], 0
-    for b, (cached, new) in enumerate(case.sequences):
-        begin, end = end, end + new
-        blocks = -(-new // case.block_size), -(-(cached + new) // case.block_size)
-        mask = torch.ones(1, 1, *blocks, dtype=torch.bool, device=problem.q.device)
-        if problem.mask is not None:
-            mask = problem.mask[b : b + 1, :, : blocks[0], : blocks[1]]
-        q = problem.q[begin:end].transpose(0, 1)[None]
-        k, v = (x[b : b + 1, :, : cached + new] for x in (problem.k, problem.v))
-        parts.append(block_sparse_attention(q, k, v, mask, block_size=case.block_size, backend=backend))
-    outs, lses = ([getattr(x, name)[0].transpose(0, 1) for x in parts] for name in ("out", "lse"))
-    return SparseAttention(torch.cat(outs), torch.cat(lses))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask_heads", [2, 0])
-@pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_kernel_equals_the_one_over_contiguous_keys(page_size: int, mask_heads: int, device: str) -> None:
-    """Both read the same tiles in the same order, from wherever a chunk begins."""
-    sequences = (0, 65), (1, 63), (63, 1), (64, 111), (65, 1), (111, 63)
-    case = Case(page_size, 64, 2, 1, 64, mask_heads, sequences, HALF)
-    problem = make(case, device)
-    got = paged_block_sparse_attention(*problem[:4], **problem.options(case), backend="triton")
-    want = contiguous(problem, case, "triton")
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x[: len(y)], y, rtol=1e-5, atol=1e-5)
 
 
 def test_compacted_lists(device: str) -> None:
@@ -262,8 +212,7 @@ def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
             x[page] = torch.nan
     got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     assert got.out.isfinite().all()
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -311,8 +260,7 @@ def test_accepts_strided_views(backend: Backend, device: str) -> None:
     wide_mask = torch.stack([mask, ~mask], -1)[..., 0]
     for queries in (q.transpose(0, 1).contiguous().transpose(0, 1), strided(q)):
         got = paged_block_sparse_attention(queries, views, strided(cu_queries), wide_mask, **options)
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+        assert_same(got, want)
 
 
 def test_the_cache_is_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,15 +286,9 @@ def test_operator(backend: Backend, device: str) -> None:
     case = Case(16, 16, 2, 1, 16, 1, ((5, 20), (0, 3)))
     q, cache, cu_queries, mask, _, _ = problem = make(case, device)
     for each in (mask, None):
-        torch.library.opcheck(module._operator, (q, *cache, cu_queries, each, 20, 16, 0.1, 5.0, backend))
-    compiled = torch.compile(paged_block_sparse_attention, fullgraph=True, backend="aot_eager")
-    for each in (mask, None):
-        got, want = (
-            f(q, cache, cu_queries, each, **problem.options(case), backend=backend)
-            for f in (compiled, paged_block_sparse_attention)
-        )
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
+        arguments = (q, *cache, cu_queries, each, 20, 16, 0.1, 5.0, backend)
+        inputs = paged_block_sparse_attention, q, cache, cu_queries, each
+        assert_operator(module._operator, arguments, *inputs, **problem.options(case), backend=backend)
 
 
 @pytest.mark.gpu
@@ -360,18 +302,7 @@ def test_cuda_graph() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
         return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step(*tensors)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step(*tensors)
-    for x, y in zip(tensors, others, strict=True):
-        x.copy_(y)
-    graph.replay()
-    for x, y in zip(got, step(*others), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    assert_cuda_graph(lambda: step(*tensors), lambda: [x.copy_(y) for x, y in zip(tensors, others, strict=True)])
 
 
 @pytest.mark.gpu
@@ -390,14 +321,11 @@ def test_offsets_beyond_32_bits() -> None:
     got = paged_block_sparse_attention(packed, cache, cu_queries, None, max_queries=256)
     small = PagedKeys(large[0, -1:], large[1, -1:], torch.zeros_like(table), lengths)
     want = paged_block_sparse_attention(packed, small, cu_queries, None, max_queries=256)
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     case = Case(16, 16, 1, 1, 16, 0, ((3, 5),))
     q, cache, cu_queries, _, _, _ = problem = make(case, device)
-    got = paged_block_sparse_attention(q.requires_grad_(), cache, cu_queries, None, **problem.options(case), backend=backend)
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        got.out.sum().backward()
+    assert_no_gradient(paged_block_sparse_attention, q, cache, cu_queries, None, **problem.options(case), backend=backend)

@@ -9,16 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels.common import dense_decode
-from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.flash_decode import score_mod as mods
 from msattn.kernels.paged import flash_decode as module
 from msattn.kernels.paged import paged_flash_decode
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv, starts
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend
-
-BACKENDS: list[Backend] = ["torch", "triton"]
-HALF, FULL = torch.float16, torch.float32
+from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator
 
 
 class Case(NamedTuple):
@@ -65,16 +61,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:
-    check(case, backend, device)
+CAPPED = [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 5.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 5.0)], ids=str)
-def test_softcap_agrees_with_fp64(case: Case, softcap: float, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
+def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
     check(case, backend, device, softcap)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    num_queries=st.integers(1, 5),
+    softcap=st.sampled_from([None, 1.0]),
+)
+def test_any_lengths(
+    backend: Backend, device: str, lengths: list[int], page_size: int, num_queries: int, softcap: float | None
+) -> None:
+    check(Case(tuple(lengths), 2, 1, num_queries, 16, page_size), backend, device, softcap)
 
 
 @pytest.mark.gpu
@@ -97,45 +104,19 @@ def test_tiles_divide_pages_or_cross_them(tile: int, page_size: int, keys: int, 
     assert (got.keys, got.programs) == (keys, programs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=10, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=2),
-    page_size=st.sampled_from([1, 5, 16, 64]),
-    num_queries=st.integers(1, 5),
-    softcap=st.sampled_from([None, 1.0]),
-    seed=st.integers(0, 2**16),
-)
-def test_equals_flash_decode_of_the_gathered_cache(
-    backend: Backend, device: str, lengths: list[int], page_size: int, num_queries: int, softcap: float | None, seed: int
-) -> None:
-    q, k, v = random_qkv(len(lengths), 2, 1, num_queries, max(1, *lengths), 16, device=device, seed=seed)
-    kv_len = starts(lengths, device)
-    cache, _ = random_pages(k, v, kv_len, page_size, seed=seed)
-    score_mod = None if softcap is None else mods.softcap(softcap)
-    want = flash_decode(q, k, v, causal=True, score_mod=score_mod, kv_len=kv_len)
-    for x, y in zip(paged_flash_decode(q, cache, softcap=softcap, backend=backend), want, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 3, 70, device=device)
     cache, _ = random_pages(k, v, starts([70, 30], device), 16)
-    torch.library.opcheck(module._operator, (q, *cache, 0.1, 5.0, backend))
-    compiled = torch.compile(paged_flash_decode, fullgraph=True, backend="aot_eager")
-    want = paged_flash_decode(q, cache, softcap=2.0, backend=backend)
-    for x, y in zip(compiled(q, cache, softcap=2.0, backend=backend), want, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    arguments = (q, *cache, 0.1, 5.0, backend)
+    assert_operator(module._operator, arguments, paged_flash_decode, q, cache, softcap=2.0, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 1, 20, device=device)
     cache, _ = random_pages(k, v, starts([20], device), 16)
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        paged_flash_decode(q.requires_grad_(), cache, backend=backend).out.sum().backward()
+    assert_no_gradient(paged_flash_decode, q, cache, backend=backend)
 
 
 @pytest.mark.gpu
@@ -143,13 +124,5 @@ def test_cuda_graph() -> None:
     """A captured step follows in-place changes of pages and lengths."""
     q, k, v = random_qkv(2, 8, 2, 1, 4095, 128, torch.bfloat16, "cuda")
     cache, _ = random_pages(k, v, starts([4095, 1000], "cuda"), 256)
-    paged_flash_decode(q, cache)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = paged_flash_decode(q, cache)
     other, _ = random_pages(k, v, starts([17, 4000], "cuda"), 256, seed=1)
-    for x, y in zip(cache, other, strict=True):
-        x.copy_(y)
-    graph.replay()
-    for x, y in zip(got, paged_flash_decode(q, cache), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    assert_cuda_graph(lambda: paged_flash_decode(q, cache), lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)])

@@ -1,0 +1,71 @@
+"""Checks that the tests of several operations share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.kernels.common.checks import query_offset
+from msattn.kernels.testing import Case, starts
+from msattn.kernels.types import Backend
+
+BACKENDS: list[Backend] = ["torch", "triton"]
+HALF, FULL = torch.float16, torch.float32
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Asserts bitwise equality of tensors, or of tuples of them."""
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def fill_padding(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Returns leaves that hold NaN in the left padding, which no result may depend on."""
+    kv_start = starts(case.padding, q.device)
+    first = torch.zeros(1, device=q.device) if kv_start is None else kv_start
+    offset = query_offset(case.num_queries, case.num_keys, case.causal)
+
+    def fill(x: Tensor, first: Tensor) -> Tensor:
+        padded = torch.arange(x.shape[2], device=x.device) < first[:, None]
+        return x.detach().masked_fill(padded[:, None, :, None], torch.nan).requires_grad_()
+
+    return [fill(q, first - offset), fill(k, first), fill(v, first)]
+
+
+def assert_operator(
+    operator: Any, arguments: tuple[Any, ...], function: Callable[..., Any], *inputs: Any, **options: Any
+) -> None:
+    """Asserts that a custom operator passes opcheck, and that its function compiles without graph breaks."""
+    torch.library.opcheck(operator, arguments)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*inputs, **options), function(*inputs, **options))
+
+
+def assert_no_gradient(function: Callable[..., Any], x: Tensor, *others: Any, **options: Any) -> None:
+    """Asserts that the backward pass of an operation for inference says so."""
+    result = function(x.requires_grad_(), *others, **options)
+    out = result if isinstance(result, Tensor) else next(x for x in result if x.requires_grad)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        out.sum().backward()
+
+
+def assert_cuda_graph(step: Callable[[], Any], change: Callable[[], Any]) -> None:
+    """Asserts that a captured step follows in-place changes of its inputs, bit by bit."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # kernels compile before the capture
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    change()
+    graph.replay()
+    assert_same(got, step())
+
+
+def assert_reproducible(step: Callable[[], Any], runs: int = 3) -> None:
+    """Asserts that all runs of a step give bitwise equal results."""
+    want = step()
+    for _ in range(runs):
+        assert_same(step(), want)
