@@ -33,6 +33,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
 from msattn.kernels.tuned import Tile
@@ -155,11 +156,7 @@ def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, softcap, 
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
 
 
-def _backward(ctx, dout, dlse):
-    raise NotImplementedError("bucket_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "bucket_decode")
 
 
 def launch(

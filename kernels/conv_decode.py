@@ -39,6 +39,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
@@ -123,11 +124,7 @@ def _(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend):
     return q_window.new_empty((*q_window.shape[:2], 1, q_window.shape[3]))
 
 
-def _backward(ctx, dout):
-    raise NotImplementedError("conv_decode is for inference and has no gradient: use conv_attention, or torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "conv_decode", "use conv_attention, or torch.no_grad()")
 
 
 def launch(

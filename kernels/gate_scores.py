@@ -17,6 +17,7 @@ from msattn.kernels.common import block_pooling as pooling
 from msattn.kernels.common.block_checks import check_gate_scores
 from msattn.kernels.common.checks import first_query, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.types import Backend
 
 ROWS = 64  # per tile: the rows of a Hopper tensor core instruction
@@ -105,11 +106,7 @@ def _(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_s
     return _result(q, k, len(query_weight), block_size)
 
 
-def _backward(ctx, gradient):
-    raise NotImplementedError("gate_scores has no gradient: a gate is trained through its logits")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "gate_scores", "a gate is trained through its logits")
 
 
 def _result(q: Tensor, k: Tensor, heads: int, block_size: int) -> Tensor:

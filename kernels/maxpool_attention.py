@@ -43,6 +43,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, MaxPoolAttention
 
@@ -142,11 +143,7 @@ def _(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend):
     )
 
 
-def _backward(ctx, *gradients):
-    raise NotImplementedError("maxpool_attention has no gradient: call it under torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "maxpool_attention")
 
 
 def launch(

@@ -12,6 +12,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.decode_checks import check_states
 from msattn.kernels.common.primitives import padded_head, tl, triton
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.types import Backend, SparseAttention
 
 
@@ -57,11 +58,7 @@ def _(outs, lses, backend):
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-def _backward(ctx, *gradients):
-    raise NotImplementedError("merge_states is for inference and has no gradient: call it under torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "merge_states")
 
 
 def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

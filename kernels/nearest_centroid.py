@@ -21,6 +21,7 @@ from msattn.kernels import reference, tuned
 from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import capability, num_sms, padded_head, tl, triton
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.splits import one_wave_splits
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
@@ -117,12 +118,8 @@ def _(k, buckets, num_buckets, backend):
     return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(shape, dtype=torch.int32)
 
 
-def _backward(ctx, *gradients):
-    raise NotImplementedError("nearest_centroid and bucket_sums have no gradient: detach their inputs, or use torch.no_grad()")
-
-
-_nearest_operator.register_autograd(_backward)
-_sums_operator.register_autograd(_backward)
+register_no_gradient(_nearest_operator, "nearest_centroid")
+register_no_gradient(_sums_operator, "bucket_sums")
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -13,6 +13,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_pool_blocks
 from msattn.kernels.common.block_pooling import empty_result, launch
 from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.types import Backend
 
 
@@ -64,8 +65,4 @@ def _(x, poolings, block_size, start, backend):
     return empty_result(x, len(poolings.split(",")), block_size)
 
 
-def _backward(ctx, gradient):
-    raise NotImplementedError("pool_blocks has no gradient: detach its input, or use torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "pool_blocks")

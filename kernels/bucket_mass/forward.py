@@ -31,6 +31,7 @@ from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
 from msattn.kernels.common.bucket_checks import check_bucket_mass
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_sms, padded_head, precision, tile_view, tl, triton
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import choose_splits
 from msattn.kernels.tuned import Tile
@@ -130,11 +131,7 @@ def _(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_dist
     return mass, q.new_empty(q.shape[:3], dtype=statistics), q.new_empty(q.shape[:3], dtype=torch.int32)
 
 
-def _backward(ctx, dmass, dlse, dtop_key):
-    raise NotImplementedError("bucket_mass makes targets and has no gradient: detach its inputs, or use torch.no_grad()")
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "bucket_mass")
 
 
 def launch(

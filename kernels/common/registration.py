@@ -1,9 +1,9 @@
 """Registers the schema, fake kernel, dispatch and autograd of an operation.
 
-There are two schemas: sparse attention, which takes a block map, and weighted attention, which takes a weight that mixes
-scores. An operation supplies its forward and backward passes for Triton and for the reference. Operators return ``out`` and
-``lse``, and save their inputs and results for the backward pass. Sparse attention accepts gradients of both results, weighted
-attention of ``out`` alone, as its LSE stays inside.
+There are two schemas of differentiable operations: sparse attention, which takes a block map, and weighted attention, which takes
+a weight that mixes scores. Such an operation supplies its forward and backward passes for Triton and for the reference.
+Operators return ``out`` and ``lse``, and save their inputs and results for the backward pass. Sparse attention accepts gradients
+of both results, weighted attention of ``out`` alone, as its LSE stays inside.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,15 @@ class Passes(NamedTuple):
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+
+
+def register_no_gradient(operator: Operator, name: str, advice: str = "detach its inputs, or use torch.no_grad()") -> None:
+    """Registers a backward pass that raises NotImplementedError, for an operation for inference or targets."""
+
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise NotImplementedError(f"{name} has no gradient: {advice}")
+
+    operator.register_autograd(backward)
 
 
 def register_sparse_op(name: str, triton: Passes, torch_: Passes) -> tuple[Operator, Operator]:

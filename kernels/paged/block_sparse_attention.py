@@ -28,6 +28,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -120,13 +121,7 @@ def _(q, *others):
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
 
 
-def _backward(ctx, dout, dlse):
-    raise NotImplementedError(
-        "paged_block_sparse_attention is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
-    )
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "paged_block_sparse_attention")
 
 
 def launch(
@@ -216,11 +211,8 @@ def _paged_block_sparse_attention_kernel(
             block = tl.load(list_ptr + block).to(tl.int32)
         u0 = block * BM + n % PARTS * BN
         u = u0 + tl.arange(0, BN)
-        if PAGE % BN == 0:  # one page, a scalar, whose load costs nothing beside that of the keys
-            page = load_pages(table_ptr, u0, u0 < keys, PAGE)[0]
-        else:
-            page = load_pages(table_ptr, u, u < keys, PAGE)[0]
-        page, offset = page.to(tl.int64), u % PAGE
+        position = u0 if PAGE % BN == 0 else u  # the page of a tile within one is a scalar, whose load costs next to nothing
+        page, offset = load_pages(table_ptr, position, position < keys, PAGE)[0].to(tl.int64), u % PAGE
         k = load_keys(k_ptr, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:

@@ -40,6 +40,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
 from msattn.kernels.tuned import Tile
@@ -147,13 +148,7 @@ def _(q, *others):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
 
 
-def _backward(ctx, dout, dlse):
-    raise NotImplementedError(
-        "paged_bucket_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
-    )
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "paged_bucket_decode")
 
 
 def launch(

@@ -10,6 +10,7 @@ from msattn.kernels import reference
 from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.paged_checks import check_paged_decode
+from msattn.kernels.common.registration import register_no_gradient
 from msattn.kernels.common.softcap import softcap_mod
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -79,13 +80,7 @@ def _(q, *others):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
 
 
-def _backward(ctx, dout, dlse):
-    raise NotImplementedError(
-        "paged_flash_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()"
-    )
-
-
-_operator.register_autograd(_backward)
+register_no_gradient(_operator, "paged_flash_decode")
 
 
 def launch(

@@ -16,7 +16,7 @@ from msattn.kernels.testing import (
     starts,
 )
 from msattn.kernels.types import Backend
-from tests.kernels.shared import assert_cuda_graph, assert_same, fill_padding
+from tests.kernels import shared
 
 Operation = Callable[..., Tensor]
 RESULTS = ("out", "dq", "dk", "dv", "dweight")
@@ -53,7 +53,7 @@ def assert_agrees(
     They are exactly 0 for queries without visible keys. Padding holds NaN.
     """
     q, k, v = case.qkv(device)
-    leaves = [*fill_padding(case, q, k, v), weight.requires_grad_()]
+    leaves = [*shared.fill_padding(case, q, k, v), weight.requires_grad_()]
     out = operation(*leaves, causal=case.causal, kv_start=starts(case.padding, device), backend=backend)
     dout = torch.randn_like(out)
     got = out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -81,7 +81,7 @@ def assert_accepts_misaligned_gradients(operation: Operation, inputs: Sequence[T
     dout = torch.randn_like(inputs[0]).contiguous()
     misaligned = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout)
     got, want = (results(operation, inputs, x, "triton") for x in (misaligned, dout))
-    assert_same(got, want)
+    shared.assert_same(got, want)
 
 
 def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend) -> None:
@@ -90,7 +90,7 @@ def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[T
     torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, backend))
     dout = torch.ones_like(inputs[0])
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
-    assert_same(*(results(f, leaves, dout, backend) for f in (compiled, operation)))
+    shared.assert_same(*(results(f, leaves, dout, backend) for f in (compiled, operation)))
 
 
 def assert_step_is_captured(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
@@ -106,4 +106,4 @@ def assert_step_is_captured(module: ModuleType, inputs: Sequence[Tensor], dout: 
         for x in inputs:
             x.copy_(torch.randn_like(x))
 
-    assert_cuda_graph(step, change)
+    shared.assert_cuda_graph(step, change)

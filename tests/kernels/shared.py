@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.testing import Case, starts
+from msattn.kernels.testing import Attention, Case, assert_within_budget, dense_attention, starts
 from msattn.kernels.types import Backend
 
 BACKENDS: list[Backend] = ["torch", "triton"]
@@ -31,6 +31,32 @@ def fill_padding(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         return x.detach().masked_fill(padded[:, None, :, None], torch.nan).requires_grad_()
 
     return [fill(q, first - offset), fill(k, first), fill(v, first)]
+
+
+def assert_agrees(
+    got: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    score_mod: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Attention, Attention]:
+    """Asserts that ``out`` and ``lse`` agree with dense attention in fp64, up to the error of eager PyTorch.
+
+    The output is exactly 0 for queries that see no key. Returns the dense attention in fp64 and in fp32.
+    """
+    exact, eager, full = (
+        dense_attention(q, k, v, seen, scale, dtype, score_mod, sinks) for dtype in (torch.float64, q.dtype, FULL)
+    )
+    out, lse = got.out.detach(), got.lse.detach()
+    assert out.dtype == q.dtype
+    assert lse.dtype == FULL
+    assert_within_budget("out", out, exact.out, eager.out)
+    assert_within_budget("lse", lse, exact.lse, full.lse)
+    assert (out[~seen.any(-1).expand(lse.shape)] == 0).all()
+    return exact, full
 
 
 def assert_operator(

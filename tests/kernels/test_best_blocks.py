@@ -13,7 +13,8 @@ from torch import Tensor
 from msattn.kernels.best_blocks import best_blocks, block_softmax
 from msattn.kernels.testing import assert_within_budget
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 SHAPES = [(1, 2, 5, 5), (2, 3, 4, 70), (1, 1, 3, 1), (2, 1, 2, 300)]
 
@@ -156,7 +157,7 @@ def test_operators(backend: Backend, device: str) -> None:
     def both(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:
         return best_blocks(block_softmax(scores, visible, backend=backend), counts, visible, always, backend=backend)
 
-    assert_operator(module._best_operator, (*arguments.values(), 0.5, -1.0, -0.5, 2.0, backend), both, **arguments)
+    shared.assert_operator(module._best_operator, (*arguments.values(), 0.5, -1.0, -0.5, 2.0, backend), both, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from msattn.kernels.bucket_mass import forward as module
 from msattn.kernels.bucket_mass.packing import pack_keys
 from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_buckets, random_qkv
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 class Case(NamedTuple):
@@ -213,13 +214,13 @@ def test_operator(backend: Backend, steady_device: str) -> None:
     q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(steady_device)
     arguments = (q, k, buckets, None, None, 10, True, 0.1, 5.0, 3, backend)
     options = {"num_buckets": 10, "causal": True, "backend": backend}
-    assert_operator(module._operator, arguments, bucket_mass, q, k, buckets, **options)
+    shared.assert_operator(module._operator, arguments, bucket_mass, q, k, buckets, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, buckets = Case(1, 2, 1, 5, 20, 64).inputs(device)
-    assert_no_gradient(bucket_mass, q, k, buckets, num_buckets=10, backend=backend)
+    shared.assert_no_gradient(bucket_mass, q, k, buckets, num_buckets=10, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_on_another_gpu() -> None:
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     q, k, buckets = Case(2, 8, 2, 100, 500, 128, torch.bfloat16, 32).inputs("cuda")
-    assert_cuda_graph(
+    shared.assert_cuda_graph(
         lambda: bucket_mass(q, k, buckets, num_buckets=32),
         lambda: buckets.copy_(random_buckets(2, 2, 500, 32, "cuda", seed=1)),
     )

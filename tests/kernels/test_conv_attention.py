@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import score_products
 from msattn.kernels.conv_attention import band as conv_band
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_attention import operation as module
 from msattn.kernels.testing import Case, full_product, random_qkv, starts, visible
 from msattn.kernels.types import Backend
-from tests.kernels import mixed_scores
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_reproducible, assert_same
+from tests.kernels import mixed_scores, shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +141,7 @@ def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
     q, k, v = random_qkv(1, 1, 1, 12, head_size=8, device="cpu")
     weight = random_weight(1, (1, 5), FULL, "cpu")
     own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
-    assert_same(printed, own)
+    shared.assert_same(printed, own)
     torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
 
 
@@ -176,7 +175,7 @@ def test_later_tokens_have_no_influence(backend: Backend, device: str) -> None:
     before = conv_attention(q, k, v, weight, backend=backend)[:, :, :30]
     for x in (q, k, v):
         x[:, :, 30:] *= 3
-    assert_same(conv_attention(q, k, v, weight, backend=backend)[:, :, :30], before)
+    shared.assert_same(conv_attention(q, k, v, weight, backend=backend)[:, :, :30], before)
 
 
 @settings(max_examples=15, deadline=None)
@@ -207,16 +206,6 @@ def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
     assert dweight.dtype == FULL
     exact = convolved_attention(q, k, v, weight.detach(), visible(1, 30, 30, True, None, device), 0.25, torch.float64)
     torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [None, (0, 3)])
-def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
-    q, k, v = random_qkv(2, 2, 1, 4, 5, 8, torch.float64)
-    weight = random_weight(2, (3, 4), torch.float64, "cpu")
-    inputs = [x.requires_grad_() for x in (q, k, v, weight)]
-    for f in (conv_attention, reference.conv_attention):  # explicit backward, and autograd
-        assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:
@@ -261,7 +250,7 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
     inputs, dout = gpu_step(1000, dtype)
-    assert_reproducible(lambda: mixed_scores.results(conv_attention, inputs, dout))
+    shared.assert_reproducible(lambda: mixed_scores.results(conv_attention, inputs, dout))
 
 
 @pytest.mark.gpu

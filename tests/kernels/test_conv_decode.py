@@ -14,7 +14,8 @@ from msattn.kernels import reference
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator, assert_same
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 class Case(NamedTuple):
@@ -147,7 +148,7 @@ def test_accepts_strided_views(device: str) -> None:
     k, v = (x.transpose(1, 2) for x in torch.randn(2, 70, 2, 2, 64, device=device).unbind(2))
     want = conv_decode(q, k.contiguous(), v.contiguous(), weight, backend="triton")
     for keys in (k, k.transpose(2, 3).contiguous().transpose(2, 3)):
-        assert_same(conv_decode(q, keys, v, weight, backend="triton"), want)
+        shared.assert_same(conv_decode(q, keys, v, weight, backend="triton"), want)
 
 
 @pytest.mark.slow
@@ -156,12 +157,12 @@ def test_operator(backend: Backend, device: str) -> None:
     q, k, v, weight = Case(2, 4, 2, 40, 16, (2, 3)).inputs(device)
     lengths = starts([40, 30], device)
     arguments = (q, k, v, weight, None, lengths, 0.1, 2, backend)
-    assert_operator(module._operator, arguments, conv_decode, q, k, v, weight, kv_len=lengths, backend=backend)
+    shared.assert_operator(module._operator, arguments, conv_decode, q, k, v, weight, kv_len=lengths, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
-    assert_no_gradient(conv_decode, *Case(1, 2, 1, 20, 64, (2, 3)).inputs(device), backend=backend)
+    shared.assert_no_gradient(conv_decode, *Case(1, 2, 1, 20, 64, (2, 3)).inputs(device), backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_cuda_graph() -> None:
     """A captured step follows in-place changes of lengths, bit by bit."""
     q, k, v, weight = Case(2, 8, 2, 5000, 128, (6, 11), torch.bfloat16).inputs("cuda")
     kv_len = torch.tensor([4000, 3000], dtype=torch.int32, device="cuda")
-    assert_cuda_graph(lambda: conv_decode(q, k, v, weight, kv_len=kv_len), lambda: kv_len.copy_(torch.tensor([5000, 1])))
+    shared.assert_cuda_graph(lambda: conv_decode(q, k, v, weight, kv_len=kv_len), lambda: kv_len.copy_(torch.tensor([5000, 1])))
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from msattn.kernels import decoder_layer as module
 from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_cuda_graph
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 EPS = 1e-5
@@ -259,5 +260,5 @@ def test_cuda_graph() -> None:
         given["keys"].fill_(7)
         return gated_silu(rms_norm(x, weight, EPS), x), rotate_and_append(**given), given["keys"].clone()
 
-    assert_cuda_graph(layer, lambda: given["position"].fill_(4))
+    shared.assert_cuda_graph(layer, lambda: given["position"].fill_(4))
     assert (given["keys"] != 7).any(-1).nonzero()[:, 2].unique().tolist() == [4]

@@ -9,7 +9,8 @@ from torch import Tensor
 from msattn.kernels import reference, testing
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
     "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
@@ -115,7 +116,7 @@ def test_operator(backend: Backend, device: str) -> None:
     a = random_arguments("padding", device)
     given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
     arguments = (*given, "avg", "max,min", 16, a["kv_start"], backend)
-    assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
+    shared.assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
     with pytest.raises(NotImplementedError, match="no gradient"):
         gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
 

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import score_products
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.head_mix_attention import operation as module
 from msattn.kernels.head_mix_attention import scores as head_mix_scores
-from msattn.kernels.testing import Case, full_product, random_qkv, starts, visible
+from msattn.kernels.testing import Case, full_product, random_qkv, visible
 from msattn.kernels.types import Backend
-from tests.kernels import mixed_scores
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_reproducible
+from tests.kernels import mixed_scores, shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -127,15 +126,6 @@ def test_scores_beyond_half_precision(device: str) -> None:
     assert all(x.isfinite().all() for x in gradients)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("padding", [None, (0, 3)])
-def test_reference_gradients_match_finite_differences(padding: tuple[int, ...] | None) -> None:
-    q, k, v = random_qkv(2, 4, 2, 4, 5, 8, torch.float64)
-    inputs = [x.requires_grad_() for x in (q, k, v, random_weight(4, torch.float64, "cpu"))]
-    for f in (head_mix_attention, reference.head_mix_attention):  # explicit backward, and autograd
-        assert torch.autograd.gradcheck(lambda *x, f=f: f(*x, kv_start=starts(padding)), inputs)
-
-
 def test_accepts_misaligned_output_gradients(device: str) -> None:
     inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)
     mixed_scores.assert_accepts_misaligned_gradients(head_mix_attention, inputs)
@@ -185,7 +175,7 @@ def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor
 def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 2**20)
     inputs, dout = gpu_step(1000, dtype)
-    assert_reproducible(lambda: mixed_scores.results(head_mix_attention, inputs, dout))
+    shared.assert_reproducible(lambda: mixed_scores.results(head_mix_attention, inputs, dout))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from msattn.kernels.merge_states import merge_states
 from msattn.kernels.testing import assert_within_budget
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_no_gradient, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,8 +50,8 @@ def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import merge_states as module
 
     outs, lses = torch.randn(3, 2, 1, 5, 16, device=device), torch.randn(3, 2, 1, 5, device=device)
-    assert_operator(module._operator, (outs, lses, backend), merge_states, outs, lses, backend=backend)
-    assert_no_gradient(merge_states, outs, lses, backend=backend)
+    shared.assert_operator(module._operator, (outs, lses, backend), merge_states, outs, lses, backend=backend)
+    shared.assert_no_gradient(merge_states, outs, lses, backend=backend)
 
 
 def test_accepts_strided_views(device: str) -> None:

@@ -14,16 +14,8 @@ from msattn.kernels import nearest_centroid as module
 from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
 from msattn.kernels.testing import random_buckets
 from msattn.kernels.types import Backend
-from tests.kernels.shared import (
-    BACKENDS,
-    FULL,
-    HALF,
-    assert_cuda_graph,
-    assert_no_gradient,
-    assert_operator,
-    assert_reproducible,
-    assert_same,
-)
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 class Case(NamedTuple):
@@ -119,7 +111,7 @@ def test_at_full_length() -> None:
 def test_is_deterministic() -> None:
     k, centroids = Case(1, 4, 50_000, 300, 128, torch.bfloat16).inputs("cuda")
     buckets = nearest_centroid(k, centroids).buckets
-    assert_reproducible(lambda: (*nearest_centroid(k, centroids), *bucket_sums(k, buckets, num_buckets=300)), runs=5)
+    shared.assert_reproducible(lambda: (*nearest_centroid(k, centroids), *bucket_sums(k, buckets, num_buckets=300)), runs=5)
 
 
 @pytest.mark.gpu
@@ -157,9 +149,9 @@ def test_accepts_strided_views(backend: Backend, steady_device: str) -> None:
     wide[:, :, ::2, 64:] = k
     view, spread = wide[:, :, ::2, 64:], centroids.mT.contiguous().mT
     want = nearest_centroid(k, centroids, backend=backend)
-    assert_same(nearest_centroid(view, spread, backend=backend), want)
+    shared.assert_same(nearest_centroid(view, spread, backend=backend), want)
     buckets = want.buckets.mT.contiguous().mT
-    assert_same(*(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view)))
+    shared.assert_same(*(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view)))
 
 
 @settings(max_examples=8, deadline=None)
@@ -184,19 +176,19 @@ def test_operators(backend: Backend, steady_device: str) -> None:
     def iteration(k: Tensor, centroids: Tensor) -> Tensor:
         return bucket_sums(k, nearest_centroid(k, centroids, backend=backend).buckets, num_buckets=7, backend=backend).sums
 
-    assert_operator(module._nearest_operator, (k, centroids, backend), iteration, k, centroids)
+    shared.assert_operator(module._nearest_operator, (k, centroids, backend), iteration, k, centroids)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     k, centroids = Case(1, 2, 40, 7, 64).inputs(device)
-    assert_no_gradient(nearest_centroid, k, centroids, backend=backend)
+    shared.assert_no_gradient(nearest_centroid, k, centroids, backend=backend)
 
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     k, centroids = Case(1, 8, 1000, 64, 128, torch.bfloat16).inputs("cuda")
-    assert_cuda_graph(lambda: nearest_centroid(k, centroids), lambda: k.copy_(torch.randn_like(k)))
+    shared.assert_cuda_graph(lambda: nearest_centroid(k, centroids), lambda: k.copy_(torch.randn_like(k)))
 
 
 @pytest.mark.parametrize(

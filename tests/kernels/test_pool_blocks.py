@@ -8,7 +8,8 @@ import torch
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.testing import assert_within_budget, random_qkv
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_no_gradient, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 NAMES: list[str] = ["avg", "max", "min"]
 REDUCE = {"avg": lambda x: x.mean(1), "max": lambda x: x.amax(1), "min": lambda x: x.amin(1)}
@@ -69,8 +70,8 @@ def test_operator(backend: Backend, device: str) -> None:
 
     x, start = torch.randn(2, 3, 40, 16, device=device), torch.tensor([0, 7], dtype=torch.int32, device=device)
     arguments, options = (x, "max,avg", 16, start, backend), {"block_size": 16, "start": start, "backend": backend}
-    assert_operator(module._operator, arguments, pool_blocks, x, ["max", "avg"], **options)
-    assert_no_gradient(pool_blocks, x, ["avg"], block_size=16, backend=backend)
+    shared.assert_operator(module._operator, arguments, pool_blocks, x, ["max", "avg"], **options)
+    shared.assert_no_gradient(pool_blocks, x, ["avg"], block_size=16, backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from torch import Tensor
 from msattn.kernels.types import Backend
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.models.rope import cos_sin
-from tests.kernels.shared import BACKENDS, assert_cuda_graph
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 
 def angles(batch: int, tokens: int, rotated: int, device: str, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -110,4 +111,4 @@ def test_refuses(change: dict, message: str) -> None:
 def test_cuda_graph() -> None:
     """A captured step follows in-place changes of its inputs."""
     x, (cos, sin) = torch.randn(1, 8, 33, 128, device="cuda"), angles(1, 33, 128, "cuda")
-    assert_cuda_graph(lambda: unrotate(x, cos, sin), lambda: x.copy_(torch.randn_like(x)))
+    shared.assert_cuda_graph(lambda: unrotate(x, cos, sin), lambda: x.copy_(torch.randn_like(x)))

@@ -12,9 +12,10 @@ from torch import Tensor
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged import block_sparse_attention as module
 from msattn.kernels.paged import paged_block_sparse_attention
-from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv
-from msattn.kernels.types import Backend, PagedKeys
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator, assert_same
+from msattn.kernels.testing import CAPPED_SCALE, capped, random_pages, random_qkv
+from msattn.kernels.types import Backend, PagedKeys, SparseAttention
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 class Case(NamedTuple):
@@ -84,22 +85,15 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
     options = {**problem.options(case), "scale": scale, "softcap": softcap, "backend": backend}
     got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
-    assert got.out.dtype == case.dtype
-    assert got.lse.dtype == torch.float32
-    assert got.out.shape == q.shape
     end = 0
     for b, (cached, new) in enumerate(case.sequences):
         begin, end, length = end, end + new, cached + new
         if new == 0:
             continue
         inputs = q[begin:end].transpose(0, 1)[None], k[b : b + 1, :, :length], v[b : b + 1, :, :length]
-        seen = keys_seen(case, mask, b, device)
-        exact, eager, full = (
-            dense_attention(*inputs, seen, scale, dtype, capped(softcap))
-            for dtype in (torch.float64, case.dtype, torch.float32)
-        )
-        assert_within_budget(f"out of sequence {b}", got.out[begin:end].transpose(0, 1)[None], exact.out, eager.out)
-        assert_within_budget(f"lse of sequence {b}", got.lse[begin:end].T[None], exact.lse, full.lse)
+        own = SparseAttention(got.out[begin:end].transpose(0, 1)[None], got.lse[begin:end].T[None])
+        shared.assert_agrees(own, *inputs, keys_seen(case, mask, b, device), scale, capped(softcap))
+    assert got.out.shape == q.shape
     assert (got.out[end:] == 0).all()
     assert (got.lse[end:] == -torch.inf).all()
 
@@ -154,14 +148,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poison
     for (q_heads, kv_heads), block_size in itertools.product([(2, 2), (8, 2), (7, 1)], [16, 64, 128]):
         for mask_heads in {q_heads, kv_heads, 1, 0}:
             check(Case(page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype), "triton", "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("page_size", [16, 64, 256])
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_4095_keys(head_size: int, page_size: int, softcap: float | None, poisoned: None) -> None:
-    for dtype, mask_heads in itertools.product((torch.bfloat16, torch.float16), (8, 0)):
+    for mask_heads, softcap in itertools.product((8, 0), (None, 5.0)):
         sequences = (2047, 2048), (0, 4095), (4094, 1), (3000, 0)
         check(Case(page_size, 64, 8, 2, head_size, mask_heads, sequences, dtype), "triton", "cuda", softcap)
 
@@ -212,7 +199,7 @@ def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
             x[page] = torch.nan
     got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     assert got.out.isfinite().all()
-    assert_same(got, want)
+    shared.assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -260,7 +247,7 @@ def test_accepts_strided_views(backend: Backend, device: str) -> None:
     wide_mask = torch.stack([mask, ~mask], -1)[..., 0]
     for queries in (q.transpose(0, 1).contiguous().transpose(0, 1), strided(q)):
         got = paged_block_sparse_attention(queries, views, strided(cu_queries), wide_mask, **options)
-        assert_same(got, want)
+        shared.assert_same(got, want)
 
 
 def test_the_cache_is_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +275,7 @@ def test_operator(backend: Backend, device: str) -> None:
     for each in (mask, None):
         arguments = (q, *cache, cu_queries, each, 20, 16, 0.1, 5.0, backend)
         inputs = paged_block_sparse_attention, q, cache, cu_queries, each
-        assert_operator(module._operator, arguments, *inputs, **problem.options(case), backend=backend)
+        shared.assert_operator(module._operator, arguments, *inputs, **problem.options(case), backend=backend)
 
 
 @pytest.mark.gpu
@@ -302,7 +289,7 @@ def test_cuda_graph() -> None:
     def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
         return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
 
-    assert_cuda_graph(lambda: step(*tensors), lambda: [x.copy_(y) for x, y in zip(tensors, others, strict=True)])
+    shared.assert_cuda_graph(lambda: step(*tensors), lambda: [x.copy_(y) for x, y in zip(tensors, others, strict=True)])
 
 
 @pytest.mark.gpu
@@ -321,11 +308,13 @@ def test_offsets_beyond_32_bits() -> None:
     got = paged_block_sparse_attention(packed, cache, cu_queries, None, max_queries=256)
     small = PagedKeys(large[0, -1:], large[1, -1:], torch.zeros_like(table), lengths)
     want = paged_block_sparse_attention(packed, small, cu_queries, None, max_queries=256)
-    assert_same(got, want)
+    shared.assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     case = Case(16, 16, 1, 1, 16, 0, ((3, 5),))
     q, cache, cu_queries, _, _, _ = problem = make(case, device)
-    assert_no_gradient(paged_block_sparse_attention, q, cache, cu_queries, None, **problem.options(case), backend=backend)
+    shared.assert_no_gradient(
+        paged_block_sparse_attention, q, cache, cu_queries, None, **problem.options(case), backend=backend
+    )

@@ -15,16 +15,15 @@ from msattn.kernels.paged import bucket_decode as module
 from msattn.kernels.paged import paged_bucket_decode
 from msattn.kernels.testing import (
     CAPPED_SCALE,
-    assert_within_budget,
     capped,
-    dense_attention,
     random_buckets,
     random_pages,
     random_qkv,
     starts,
 )
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator, assert_same
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,19 +77,13 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     read = case.keys_read(buckets, probes)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
     scale = None if softcap is None else CAPPED_SCALE
-    exact, eager, full = (
-        dense_attention(q, k, v, seen, scale, dtype, capped(softcap)) for dtype in (torch.float64, case.dtype, FULL)
-    )
-    for x in (k, v):
-        x.masked_fill_(~read[..., None], float("nan"))  # unread keys may hold any value
-    cache, (slots,) = random_pages(k, v, starts(case.lengths, device), case.page_size, [buckets.short()])
+    unread = ~read[..., None]  # these keys may hold any value
+    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+    cache, (slots,) = random_pages(wide_k, wide_v, starts(case.lengths, device), case.page_size, [buckets.short()])
     counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
     options: dict[str, Any] = {**case.options(device), "scale": scale, "softcap": softcap, "counts": counts}
     got = paged_bucket_decode(q, cache, slots, probes, **options, backend=backend)
-    assert got.out.dtype == case.dtype
-    assert got.lse.dtype == FULL
-    assert_within_budget("out", got.out, exact.out, eager.out)
-    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+    shared.assert_agrees(got, q, k, v, seen, scale, capped(softcap))
     assert torch.equal(counts, 1 + read.sum(-1))
 
 
@@ -189,7 +182,7 @@ def test_accepts_any_strides(backend: Backend, device: str) -> None:
     every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
     slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
     for other in (by_head, every_second):
-        assert_same(paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want)
+        shared.assert_same(paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want)
 
 
 @pytest.mark.slow
@@ -203,7 +196,7 @@ def test_operator(backend: Backend, device: str) -> None:
     torch.library.opcheck(module._counting_operator, (*arguments, counts))
     counts.zero_()  # once compiled, once not
     inputs = paged_bucket_decode, q, cache, slots, probes
-    assert_operator(module._operator, arguments, *inputs, recent=5, counts=counts, backend=backend)
+    shared.assert_operator(module._operator, arguments, *inputs, recent=5, counts=counts, backend=backend)
     assert (counts > 10).all()
     assert (counts % 2 == 0).all()
 
@@ -212,7 +205,7 @@ def test_operator(backend: Backend, device: str) -> None:
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, v, buckets, probes = Case((20,), 2, 1, 64, 16).inputs(device)
     cache, (slots,) = random_pages(k, v, starts([20], device), 16, [buckets.short()])
-    assert_no_gradient(paged_bucket_decode, q, cache, slots, probes, recent=3, backend=backend)
+    shared.assert_no_gradient(paged_bucket_decode, q, cache, slots, probes, recent=3, backend=backend)
 
 
 @pytest.mark.gpu
@@ -237,4 +230,4 @@ def test_cuda_graph() -> None:
         recent.copy_(torch.tensor([64, 1]))
 
     for lengths in ([17, 4000], [0, 2049]):
-        assert_cuda_graph(step, lambda lengths=lengths: change(lengths))
+        shared.assert_cuda_graph(step, lambda lengths=lengths: change(lengths))

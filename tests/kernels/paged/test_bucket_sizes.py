@@ -12,7 +12,8 @@ from msattn.kernels.paged import bucket_sizes as module
 from msattn.kernels.paged import paged_bucket_sizes
 from msattn.kernels.testing import random_buckets, random_pages, starts
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, assert_cuda_graph, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS
 
 INT = torch.int32
 
@@ -106,7 +107,9 @@ def test_counts_nothing_beyond_the_table(device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     inputs = pages_of(random_buckets(2, 2, 70, 10, device), (70, 30), 16)
-    assert_operator(module._operator, (*inputs, 10, backend), paged_bucket_sizes, *inputs, num_buckets=10, backend=backend)
+    shared.assert_operator(
+        module._operator, (*inputs, 10, backend), paged_bucket_sizes, *inputs, num_buckets=10, backend=backend
+    )
 
 
 @pytest.mark.gpu
@@ -114,7 +117,7 @@ def test_cuda_graph() -> None:
     """A captured step follows in-place changes of pages, lengths and buckets."""
     buckets = random_buckets(2, 2, 4095, 64, "cuda")
     inputs, others = (pages_of(buckets, lengths, 256, seed) for seed, lengths in enumerate([(4095, 1000), (17, 4000)]))
-    assert_cuda_graph(
+    shared.assert_cuda_graph(
         lambda: paged_bucket_sizes(*inputs, num_buckets=64),
         lambda: [x.copy_(y) for x, y in zip(inputs, others, strict=True)],
     )

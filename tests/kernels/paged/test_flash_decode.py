@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from msattn.kernels.common import dense_decode
 from msattn.kernels.paged import flash_decode as module
 from msattn.kernels.paged import paged_flash_decode
-from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_pages, random_qkv, starts
+from msattn.kernels.testing import CAPPED_SCALE, capped, random_pages, random_qkv, starts
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend
-from tests.kernels.shared import BACKENDS, FULL, HALF, assert_cuda_graph, assert_no_gradient, assert_operator
+from tests.kernels import shared
+from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 class Case(NamedTuple):
@@ -35,17 +36,11 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     j, kv_len = torch.arange(num_keys, device=device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
     i = kv_len.view(-1, 1, 1, 1) - case.num_queries + torch.arange(case.num_queries, device=device)[:, None]
     scale = None if softcap is None else CAPPED_SCALE
-    exact, eager, full = (
-        dense_attention(q, k, v, j <= i, scale, dtype, capped(softcap)) for dtype in (torch.float64, case.dtype, FULL)
-    )
-    for x in (k, v):
-        x.masked_fill_((j >= kv_len[:, None])[:, None, :, None], float("nan"))  # unread keys may hold any value
-    cache, _ = random_pages(k, v, kv_len, case.page_size)
+    unread = (j >= kv_len[:, None])[:, None, :, None]  # these keys may hold any value
+    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+    cache, _ = random_pages(wide_k, wide_v, kv_len, case.page_size)
     got = paged_flash_decode(q, cache, scale=scale, softcap=softcap, backend=backend)
-    assert got.out.dtype == case.dtype
-    assert got.lse.dtype == FULL
-    assert_within_budget("out", got.out, exact.out, eager.out)
-    assert_within_budget("lse", got.lse, exact.lse, full.lse)
+    shared.assert_agrees(got, q, k, v, j <= i, scale, capped(softcap))
 
 
 # Covers nearly all pairs of values of length, head size, dtype, group, page size and number of queries.
@@ -109,14 +104,14 @@ def test_operator(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(2, 4, 2, 3, 70, device=device)
     cache, _ = random_pages(k, v, starts([70, 30], device), 16)
     arguments = (q, *cache, 0.1, 5.0, backend)
-    assert_operator(module._operator, arguments, paged_flash_decode, q, cache, softcap=2.0, backend=backend)
+    shared.assert_operator(module._operator, arguments, paged_flash_decode, q, cache, softcap=2.0, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_has_no_gradient(backend: Backend, device: str) -> None:
     q, k, v = random_qkv(1, 2, 1, 1, 20, device=device)
     cache, _ = random_pages(k, v, starts([20], device), 16)
-    assert_no_gradient(paged_flash_decode, q, cache, backend=backend)
+    shared.assert_no_gradient(paged_flash_decode, q, cache, backend=backend)
 
 
 @pytest.mark.gpu
@@ -125,4 +120,6 @@ def test_cuda_graph() -> None:
     q, k, v = random_qkv(2, 8, 2, 1, 4095, 128, torch.bfloat16, "cuda")
     cache, _ = random_pages(k, v, starts([4095, 1000], "cuda"), 256)
     other, _ = random_pages(k, v, starts([17, 4000], "cuda"), 256, seed=1)
-    assert_cuda_graph(lambda: paged_flash_decode(q, cache), lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)])
+    shared.assert_cuda_graph(
+        lambda: paged_flash_decode(q, cache), lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)]
+    )
