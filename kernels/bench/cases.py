@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from msattn.kernels import reference
+from msattn.kernels.bench import eager
 from msattn.kernels.bench.rows import Work
 from msattn.kernels.bench.timing import Call, graphed
 from msattn.kernels.testing import assert_within_budget
@@ -94,6 +98,19 @@ class BenchCase:
     term: float = 1.0
     window: Window | None = None
     context: int = 0
+
+
+class Forms(NamedTuple):
+    """An operation, its reference, and its eager form, as in :class:`BenchCase`."""
+
+    call: Function
+    reference: Function
+    eager: Function
+
+
+def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
+    """Returns the forms of the operation ``name`` of a module, all with the same options."""
+    return Forms(*(partial(getattr(each, name), **options) for each in (module, reference, eager)))
 
 
 def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str) -> Call:

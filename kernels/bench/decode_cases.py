@@ -13,15 +13,14 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer
-from msattn.kernels.bench.prefill_cases import conv_weight
+from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer, forms_of
+from msattn.kernels.bench.prefill_cases import PAGE_SIZES, conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.testing import random_pages
 from msattn.kernels.types import PagedKeys
 
 LAYERS = 8  # caches read in turn, so that none is still in the L2 cache when it is read again
-PAGE_SIZES = (16, 64, 256)
 PARTS = 8  # partial results that merge_states combines
 
 
@@ -74,23 +73,19 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels.paged import bucket_decode as op
 
     problem = _bucket_problem(shape, options.softcap)
-    window, compared = problem.window, _bucket_peers(shape, problem)
+    compared = _bucket_peers(shape, problem)
     yield _listed(shape, problem, compared, "lists, ")
     ids = problem.buckets.short()
 
     def on_pages(function: Function) -> Function:
-        def decode(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, buckets: Tensor, probes: Tensor) -> Any:
-            return function(q, PagedKeys(k, v, table, kv_len), buckets, probes, **window)
+        return lambda q, k, v, table, kv_len, *others: function(q, PagedKeys(k, v, table, kv_len), *others)
 
-        return decode
-
+    forms = [on_pages(form) for form in forms_of(op, "paged_bucket_decode", **problem.window)]
     for page_size in PAGE_SIZES:
         pages = [(layer[0], *_paged(shape, layer[1], layer[2], page_size, [ids])) for layer in problem.layers]
         layers = [(*paged, layer[4]) for paged, layer in zip(pages, problem.layers, strict=True)]
         yield BenchCase(
-            on_pages(op.paged_bucket_decode),
-            on_pages(reference.paged_bucket_decode),
-            on_pages(eager.paged_bucket_decode),
+            *forms,
             layers,
             _work(shape, 1, problem.read * shape.length),
             compared,
@@ -108,23 +103,14 @@ def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
     problem = _bucket_problem(shape)
     ids, num_buckets = problem.buckets.short(), problem.num_buckets
     work = Work(0, 2 * ids.numel() + 4 * shape.batch * shape.kv_heads * num_buckets)
+    forms = forms_of(op, "paged_bucket_sizes", num_buckets=num_buckets)
     for page_size in PAGE_SIZES:
         setting, layers = f"pages of {page_size}, {num_buckets} buckets", []
         for _, k, v, *_ in problem.layers:
             _, _, table, kv_len, buckets = _paged(shape, k, v, page_size, [ids])
             layers.append((buckets, table, kv_len))
-        plain = partial(eager.paged_bucket_sizes, num_buckets=num_buckets)
-        yield BenchCase(
-            partial(op.paged_bucket_sizes, num_buckets=num_buckets),
-            partial(reference.paged_bucket_sizes, num_buckets=num_buckets),
-            plain,
-            layers,
-            work,
-            [peers.eager(plain, layers, work, ids.numel(), setting=setting)],
-            setting,
-            queries=1,
-            graph=True,
-        )
+        compared = [peers.eager(forms.eager, layers, work, ids.numel(), setting=setting)]
+        yield BenchCase(*forms, layers, work, compared, setting, queries=1, graph=True)
 
 
 def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -138,8 +124,9 @@ def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     cache = shape.cache(LAYERS, max(options.queries))
 
     def on_pages(function: Function) -> Function:
-        return lambda q, *pages: function(q, PagedKeys(*pages), softcap=cap)
+        return lambda q, *pages: function(q, PagedKeys(*pages))
 
+    forms = [on_pages(form) for form in forms_of(op, "paged_flash_decode", softcap=cap)]
     for queries in options.queries:
         layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
         work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
@@ -158,9 +145,7 @@ def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
         )
         for page_size in PAGE_SIZES:
             yield BenchCase(
-                on_pages(op.paged_flash_decode),
-                on_pages(reference.paged_flash_decode),
-                on_pages(eager.paged_flash_decode),
+                *forms,
                 [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers],
                 work,
                 compared,
@@ -222,9 +207,7 @@ def _listed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer], pre
     from msattn.kernels import bucket_decode as op
 
     return BenchCase(
-        partial(op.bucket_decode, **problem.window),
-        partial(reference.bucket_decode, **problem.window),
-        partial(eager.bucket_decode, **problem.window),
+        *forms_of(op, "bucket_decode", **problem.window),
         problem.layers,
         _work(shape, 1, problem.read * shape.length),
         compared,
@@ -290,9 +273,7 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
         cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
         work = Work(flops, dense.bytes + window)
         yield BenchCase(
-            op.conv_decode,
-            reference.conv_decode,
-            eager.conv_decode,
+            *forms_of(op, "conv_decode"),
             layers,
             work,
             [*_dense(cache, dense), peers.eager(eager.conv_decode, layers, work, scores * c_q)],
@@ -312,15 +293,8 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
     out, lse = outs[0].numel(), lses[0].numel()
     work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
     layers = [(outs, lses)]
-    yield BenchCase(
-        op.merge_states,
-        reference.merge_states,
-        eager.merge_states,
-        layers,
-        work,
-        [peers.eager(eager.merge_states, layers, work, out)],
-        f"{PARTS} parts",
-    )
+    compared = [peers.eager(eager.merge_states, layers, work, out)]
+    yield BenchCase(*forms_of(op, "merge_states"), layers, work, compared, f"{PARTS} parts")
 
 
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> list[Peer]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, one_hot, pad
 
+from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.testing import block_numbers, capped, dense_attention, max_over_blocks, tokens_of_blocks, visible
 from msattn.kernels.types import BucketIndex, PagedKeys
 
@@ -47,7 +48,7 @@ def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor, softcap:
     scores, cap = torch.full((), -torch.inf, device=q.device), capped(softcap)
     for z in (1, 2, 4, 8):
         keys = _means(k, z).repeat_interleave(group, 1)
-        level = (q @ keys.mT).to(_statistics_dtype(q)) * q.shape[3] ** -0.5
+        level = (q @ keys.mT).to(statistics_dtype(q)) * q.shape[3] ** -0.5
         scores = torch.where(zoom == z, cap(level) if cap else level, scores)
     scores = scores.masked_fill(~_causal(q, k), -torch.inf)
     probs = scores.softmax(-1).to(q.dtype)
@@ -58,7 +59,7 @@ def multiscale_attention(q: Tensor, k: Tensor, v: Tensor, zoom: Tensor, softcap:
 def _means(x: Tensor, z: int) -> Tensor:
     """Replaces each token of ``x [B, H, M, D]`` by the mean of its group of z."""
     tokens = x.shape[2]
-    groups = pad(x.to(_statistics_dtype(x)), (0, 0, 0, -tokens % z)).unflatten(2, (-1, z)).sum(3)
+    groups = pad(x.to(statistics_dtype(x)), (0, 0, 0, -tokens % z)).unflatten(2, (-1, z)).sum(3)
     counts = (tokens - torch.arange(groups.shape[2], device=x.device) * z).clamp(max=z)[:, None]
     return (groups / counts).to(x.dtype).repeat_interleave(z, 2)[:, :, :tokens]
 
@@ -191,11 +192,11 @@ def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
     whole = x.shape[2] // BLOCK * BLOCK
     parts = [x[:, :, :whole].unflatten(2, (-1, BLOCK)), *([x[:, :, None, whole:]] if whole < x.shape[2] else [])]
     pool = {
-        "avg": partial(torch.mean, dim=3, dtype=_statistics_dtype(x)),
+        "avg": partial(torch.mean, dim=3, dtype=statistics_dtype(x)),
         "max": partial(torch.amax, dim=3),
         "min": partial(torch.amin, dim=3),
     }
-    return torch.cat([torch.cat([pool[name](part).to(_statistics_dtype(x)) for name in poolings], -1) for part in parts], 2)
+    return torch.cat([torch.cat([pool[name](part).to(statistics_dtype(x)) for name in poolings], -1) for part in parts], 2)
 
 
 def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
@@ -215,9 +216,5 @@ def _causal(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _softmax_attention(scores: Tensor, mask: Tensor, v: Tensor) -> Tensor:
-    probs = scores.to(_statistics_dtype(v)).masked_fill(~mask, -torch.inf).softmax(-1)
+    probs = scores.to(statistics_dtype(v)).masked_fill(~mask, -torch.inf).softmax(-1)
     return probs.to(v.dtype) @ v
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -8,13 +8,14 @@ tiles, a convolution as matrix products) is overhead of the kernel.
 
 from collections.abc import Iterator
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer
+from msattn.kernels.bench.cases import BenchCase, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
@@ -32,17 +33,15 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     blocks = -(-shape.length // BLOCK)
     block_map = 4 * shape.batch * shape.q_heads * blocks**2
     all_blocks, cap = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device), options.softcap
-    plain = partial(eager.maxpool_attention, softcap=cap)
+    forms = forms_of(op, "maxpool_attention", softcap=cap)
     yield BenchCase(
-        partial(op.maxpool_attention, softcap=cap),
-        partial(reference.maxpool_attention, softcap=cap),
-        plain,
+        *forms,
         layers,
         Work(work.flops, work.bytes + block_map),
         [
             *peers.dense(layers, work, causal=True, softcap=cap),
             peers.flex(layers, work, all_blocks, coarse=True, softcap=cap),
-            peers.eager(plain, layers, work, _scores(shape)),
+            peers.eager(forms.eager, layers, work, _scores(shape)),
         ],
         peers.capped_setting("", cap),
         window=_row_inputs,
@@ -57,7 +56,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
     from msattn.kernels.block_sparse_attention import forward as op
 
     qkv, cap = shape.qkv(), options.softcap
-    dense, plain = _dense(shape, qkv, options), partial(eager.block_sparse_attention, softcap=cap)
+    dense, forms = _dense(shape, qkv, options), forms_of(op, "block_sparse_attention", softcap=cap)
     settings = [(sparsity, shape.q_heads) for sparsity in options.sparsities]
     if shape.kv_heads < shape.q_heads:
         settings.append((options.sparsities[0], shape.kv_heads))
@@ -71,18 +70,8 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
         flex = peers.flex(layers, work, mask, coarse=options.backward, setting=setting, sparsity=realised, softcap=cap)
         if i == 0:  # eager code computes all scores, whatever the mask
             scores = _scores(shape)
-            dense.append(peers.eager(plain, layers, full, scores, options.backward))
-        yield BenchCase(
-            partial(op.block_sparse_attention, softcap=cap),
-            partial(reference.block_sparse_attention, softcap=cap),
-            plain,
-            layers,
-            work,
-            [*dense, flex],
-            setting,
-            realised,
-            window=_row_inputs,
-        )
+            dense.append(peers.eager(forms.eager, layers, full, scores, options.backward))
+        yield BenchCase(*forms, layers, work, [*dense, flex], setting, realised, window=_row_inputs)
 
 
 def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -151,7 +140,7 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels.multiscale_attention import forward as op
 
     qkv, cap = shape.qkv(), options.softcap
-    dense, eager_form = _dense(shape, qkv, options), partial(eager.multiscale_attention, softcap=cap)
+    dense, forms = _dense(shape, qkv, options), forms_of(op, "multiscale_attention", softcap=cap)
     full = peers.dense_work(shape, options.backward)
     for i, sparsity in enumerate(options.sparsities):
         zoom, mask = _zoom(shape, sparsity), _mask(shape, sparsity, shape.q_heads)
@@ -170,51 +159,27 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
         )
         if i == 0:
             scores = 2 * _scores(shape)  # and a zoom for each of them
-            dense.append(peers.eager(eager_form, layers, full, scores, options.backward))
-        yield BenchCase(
-            partial(op.multiscale_attention, softcap=cap),
-            partial(reference.multiscale_attention, softcap=cap),
-            eager_form,
-            layers,
-            work,
-            [*dense, block_sparse],
-            setting,
-            realised,
-            window=_row_inputs,
-        )
+            dense.append(peers.eager(forms.eager, layers, full, scores, options.backward))
+        yield BenchCase(*forms, layers, work, [*dense, block_sparse], setting, realised, window=_row_inputs)
 
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields a case per convolution kernel size.
-
-    The backward pass recomputes the convolution, and has two more of the same size.
-    """
+    """Yields a case per convolution kernel size."""
     from msattn.kernels.conv_attention import operation as op
 
     for c_q, c_k in options.kernels:
         weight = conv_weight(shape, c_q, c_k)
-        flops_per_score = 2 * c_q * c_k * (3 if options.backward else 1)
-        yield _weighted(
-            shape, options, weight, flops_per_score, op.conv_attention, reference.conv_attention, eager.conv_attention,
-            setting=f"{c_q} x {c_k}", context=c_q - 1,
-        )  # fmt: skip
+        yield _weighted(shape, options, weight, 2 * c_q * c_k, op, "conv_attention", f"{c_q} x {c_k}", c_q - 1)
 
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields one case, in which the scores of all query heads are mixed.
-
-    The backward pass recomputes the mixing, and has two more of the same size.
-    """
+    """Yields one case, in which the scores of all query heads are mixed."""
     from msattn.kernels.head_mix_attention import operation as op
 
     weight = torch.eye(shape.q_heads, device=shape.device) + 0.1 * torch.randn(
         (shape.q_heads, shape.q_heads), generator=_generator(shape), device=shape.device
     )
-    flops_per_score = 2 * shape.q_heads * (3 if options.backward else 1)
-    yield _weighted(
-        shape, options, weight.to(shape.dtype), flops_per_score,
-        op.head_mix_attention, reference.head_mix_attention, eager.head_mix_attention,
-    )  # fmt: skip
+    yield _weighted(shape, options, weight.to(shape.dtype), 2 * shape.q_heads, op, "head_mix_attention")
 
 
 def conv_weight(shape: Shape, c_q: int, c_k: int) -> Tensor:
@@ -229,24 +194,22 @@ def _weighted(
     options: Options,
     weight: Tensor,
     flops_per_score: int,
-    call: Function,
-    exact: Function,
-    plain: Function,
+    module: ModuleType,
+    name: str,
     setting: str = "",
     context: int = 0,
 ) -> BenchCase:
     """Returns a case of an operation with a weight that mixes scores.
 
-    For each score it takes ``flops_per_score`` more FLOPs than dense attention.
+    For each score it takes ``flops_per_score`` more FLOPs than dense attention, three times as many in the backward pass, which
+    recomputes the mixing and has two more of the same size.
     """
-    layers = [(*shape.qkv(), weight)]
+    layers, forms = [(*shape.qkv(), weight)], forms_of(module, name)
     full = peers.dense_work(shape, options.backward)
-    work = Work(full.flops + flops_per_score * _pairs(shape), full.bytes)
-    compared = [
-        *_dense(shape, layers[0][:3], options),
-        peers.eager(plain, layers, work, 2 * _scores(shape), options.backward),
-    ]
-    return BenchCase(call, exact, plain, layers, work, compared, setting, window=_row_inputs, context=context)
+    work = Work(full.flops + flops_per_score * (3 if options.backward else 1) * _pairs(shape), full.bytes)
+    eager_peer = peers.eager(forms.eager, layers, work, 2 * _scores(shape), options.backward)
+    compared = [*_dense(shape, layers[0][:3], options), eager_peer]
+    return BenchCase(*forms, layers, work, compared, setting, window=_row_inputs, context=context)
 
 
 def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:

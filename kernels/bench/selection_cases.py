@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Options
+from msattn.kernels.bench.cases import BenchCase, Options, forms_of
 from msattn.kernels.bench.rows import Shape, Work
 
 
@@ -45,19 +45,12 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
         (x,) = shape.draw(heads, shape.length)
-        plain = partial(eager.pool_blocks, poolings=poolings)
+        forms = forms_of(op, "pool_blocks", poolings=poolings)
         pooled = shape.batch * heads * -(-shape.length // eager.BLOCK) * len(poolings) * shape.head_size
         work = Work(x.numel() * len(poolings), x.numel() * shape.dtype.itemsize + 4 * pooled)
         setting = f"{' and '.join(poolings)}, {heads} heads"
-        yield BenchCase(
-            partial(op.pool_blocks, poolings=poolings),
-            partial(reference.pool_blocks, poolings=poolings),
-            plain,
-            [(x,)],
-            work,
-            [peers.eager(plain, [(x,)], work, x.numel() // 2, setting=setting)],
-            setting,
-        )
+        compared = [peers.eager(forms.eager, [(x,)], work, x.numel() // 2, setting=setting)]
+        yield BenchCase(*forms, [(x,)], work, compared, setting)
 
 
 def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -72,21 +65,11 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
     work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())
     compared = [peers.eager(eager.block_softmax, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
-    yield BenchCase(
-        op.block_softmax, reference.block_softmax, eager.block_softmax, [(logits, visible)], work, compared, "softmax"
-    )
+    yield BenchCase(*forms_of(op, "block_softmax"), [(logits, visible)], work, compared, "softmax")
     diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
         layers: list[tuple[Tensor, ...]] = [(reference.block_softmax(logits, visible), counts, visible, diagonal)]
         work, setting = Work(visible_blocks, 4 * visible_blocks + logits.numel()), f"best {1 - sparsity:.0%}"
-        yield BenchCase(
-            op.best_blocks,
-            reference.best_blocks,
-            eager.best_blocks,
-            layers,
-            work,
-            [peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)],
-            setting,
-            sparsity,
-        )
+        compared = [peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)]
+        yield BenchCase(*forms_of(op, "best_blocks"), layers, work, compared, setting, sparsity)

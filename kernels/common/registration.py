@@ -1,9 +1,9 @@
 """Registers the schema, fake kernel, dispatch and autograd of an operation.
 
-There are two schemas of differentiable operations: sparse attention, which takes a block map, and weighted attention, which takes
-a weight that mixes scores. Such an operation supplies its forward and backward passes for Triton and for the reference.
-Operators return ``out`` and ``lse``, and save their inputs and results for the backward pass. Sparse attention accepts gradients
-of both results, weighted attention of ``out`` alone, as its LSE stays inside.
+There are two schemas of differentiable operations: sparse attention, which takes a block map, and weighted attention, which
+takes a weight that mixes scores. Such an operation supplies its forward and backward passes for Triton and for the reference.
+Operators return ``out`` and ``lse``, and save their inputs and results for the backward pass. Sparse attention accepts the
+gradients of both, weighted attention that of ``out`` alone, as its LSE stays inside.
 """
 
 from collections.abc import Callable
