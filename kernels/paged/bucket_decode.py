@@ -315,5 +315,6 @@ def _load_buckets(buckets_ptr, table_ptr, position, sink_end, recent_begin, stri
     """Returns slots and buckets of positions; the bucket is -1 in the dense window and after it."""
     live = (position >= sink_end) & (position < recent_begin)
     page, offset = load_pages(table_ptr, position, live, PAGE)
-    bucket = tl.load(buckets_ptr + page.to(tl.int64) * stride_bp + offset * stride_bs, mask=live, other=-1).to(tl.int32)
+    bucket_ptrs = buckets_ptr + page.to(tl.int64) * stride_bp + offset.to(tl.int64) * stride_bs
+    bucket = tl.load(bucket_ptrs, mask=live, other=-1).to(tl.int32)
     return page * PAGE + offset, bucket
