@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Function, Layer, Options, Peer, forms_of
+from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.prefill_cases import PAGE_SIZES, conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
@@ -80,7 +80,7 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     def on_pages(function: Function) -> Function:
         return lambda q, k, v, table, kv_len, *others: function(q, PagedKeys(k, v, table, kv_len), *others)
 
-    forms = [on_pages(form) for form in forms_of(op, "paged_bucket_decode", **problem.window)]
+    forms = Forms(*map(on_pages, forms_of(op, "paged_bucket_decode", **problem.window)))
     for page_size in PAGE_SIZES:
         pages = [(layer[0], *_paged(shape, layer[1], layer[2], page_size, [ids])) for layer in problem.layers]
         layers = [(*paged, layer[4]) for paged, layer in zip(pages, problem.layers, strict=True)]
@@ -126,7 +126,7 @@ def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     def on_pages(function: Function) -> Function:
         return lambda q, *pages: function(q, PagedKeys(*pages))
 
-    forms = [on_pages(form) for form in forms_of(op, "paged_flash_decode", softcap=cap)]
+    forms = Forms(*map(on_pages, forms_of(op, "paged_flash_decode", softcap=cap)))
     for queries in options.queries:
         layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
         work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
