@@ -90,12 +90,12 @@ def test_agrees_with_fp64(number: int, softcap: float | None, backend: Backend, 
     if number % 4 == 3:
         mask[:, :, -1] = False
     # Interpreted gradients take most of the time, so every second case checks the outputs alone.
-    with_gradients = device == "cuda" or backend == "torch" or number % 2 == 1 or softcap is not None
+    with_gradients = device == "cuda" or backend == "torch" or number % 2 == 1
     check(case, mask, backend, device, with_gradients, softcap)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     n=st.integers(1, 150),
     more=st.integers(-20, 90),

@@ -113,7 +113,7 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
     check(case, backend, device, softcap)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     num_keys=st.integers(1, 90),
     num_buckets=st.integers(1, 12),

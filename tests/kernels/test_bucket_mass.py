@@ -111,7 +111,7 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
     check(case, backend, device, softcap)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n_q=st.integers(1, 40),
     n_k=st.integers(1, 90),

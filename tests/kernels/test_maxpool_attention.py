@@ -67,7 +67,7 @@ def test_agrees_with_fp64(
     check(CASES[number], backend, device, softcap, with_sinks)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(1, 150),
     more=st.integers(-20, 90),

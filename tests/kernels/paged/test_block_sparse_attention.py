@@ -125,7 +125,7 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     page_size=st.sampled_from([16, 40, 64, 256]),
     block_size=st.sampled_from([16, 64]),
