@@ -22,8 +22,9 @@ def assert_same(got: Any, want: Any) -> None:
 
 def fill_padding(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Returns leaves that hold NaN in the left padding, which no result may depend on."""
-    kv_start = starts(case.padding, q.device)
-    first = torch.zeros(1, device=q.device) if kv_start is None else kv_start
+    first = starts(case.padding, q.device)
+    if first is None:
+        return [x.detach().requires_grad_() for x in (q, k, v)]
     offset = query_offset(case.num_queries, case.num_keys, case.causal)
 
     def fill(x: Tensor, first: Tensor) -> Tensor:
