@@ -20,18 +20,18 @@ def assert_same(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def fill_padding(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def fill_padding(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns leaves that hold NaN in the left padding, which no result may depend on."""
     first = starts(case.padding, q.device)
     if first is None:
-        return [x.detach().requires_grad_() for x in (q, k, v)]
+        return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
     offset = query_offset(case.num_queries, case.num_keys, case.causal)
 
     def fill(x: Tensor, first: Tensor) -> Tensor:
         padded = torch.arange(x.shape[2], device=x.device) < first[:, None]
         return x.detach().masked_fill(padded[:, None, :, None], torch.nan).requires_grad_()
 
-    return [fill(q, first - offset), fill(k, first), fill(v, first)]
+    return fill(q, first - offset), fill(k, first), fill(v, first)
 
 
 def assert_agrees(
