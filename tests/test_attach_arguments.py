@@ -1,12 +1,10 @@
 """The forms in which attach takes artifacts and selections, its defaults, and enable without a context."""
 
-import re
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -149,29 +147,6 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"select": "quest", "sparsity": "0.8"}, "sparsity='0.8': accepted is a number"),
-        ({"select": 3}, "select=3: accepted is a name"),
-        ({"select": {"policy": 1}}, "select.policy=1: accepted are topk"),
-        ({"select": {"sparsity": "0.8"}}, "select.sparsity='0.8': accepted is a number"),
-        ({"gate": 3}, "gate=3: accepted is a gate"),
-        ({"qmodel": 3}, "qmodel=3: accepted is a query classifier"),
-        ({"qmodel": "embedded", "probes": 1.5}, "probes=1.5: accepted is an integer"),
-        ({"qmodel": "embedded", "sink": True}, "sink=True: accepted is an integer"),
-        ({"qmodel": "embedded", "dense_layers": 3}, "dense_layers=3: accepted is a sequence of integers"),
-        ({"qmodel": "embedded", "keys": 0.6}, "keys=0.6: the router is calibrated from 0.001 to 0.5"),
-        ({"gate": "embedded", "probes": 2}, "probes=2: only decoding with a router uses it"),
-        ({"gate": "embedded", "select": "quest"}, "gate: select.scores=quest are used instead"),
-    ],
-    ids=str,
-)
-def test_wrong_types_and_arguments_without_an_effect(embedded: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(msattn.UserError, match=re.escape(message)), msattn.attach(embedded, **options):
-        pass
-
-
 def test_what_would_turn_sparse_attention_off_is_refused(model: Any) -> None:
     ids = random_tokens(1, 40)
     with pytest.raises(msattn.UserError, match="accepted is a causal language model"), msattn.attach("name", select="quest"):  # pyrefly: ignore[bad-argument-type]
@@ -196,14 +171,3 @@ def test_autocast_and_compile(embedded: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
         assert sparse.stats()["sparsity"] == pytest.approx(before, abs=0.05)
-
-
-def test_scalars_and_arrays_of_numpy(embedded: Any) -> None:
-    options: dict[str, Any] = {"strict": np.True_, "measure_time": np.False_, "dense_layers": np.array([0, 2])}
-    with msattn.attach(embedded, qmodel="embedded", **options) as sparse:
-        assert served(sparse)[-1] == {1, 3, 4, 5}
-    for wrong in (np.array([0.0]), np.array([[0]]), np.array(0), np.array([True]), np.array(["0"])):
-        with pytest.raises(msattn.UserError, match=r"dense_layers=.*accepted is a sequence of integers"):
-            msattn.enable(embedded, qmodel="embedded", dense_layers=wrong)
-    with pytest.raises(msattn.UserError, match=r"strict=.*accepted is True or False"):
-        msattn.enable(embedded, qmodel="embedded", strict=np.array(True))

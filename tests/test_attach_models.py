@@ -1,8 +1,5 @@
 """attach on quantized, offloaded, fine-tuned and adapted models, in threads, and in training."""
 
-import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 import msattn
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving import build
-from tests.factory import FAMILIES, random_tokens, tiny_model
+from tests.factory import random_tokens, tiny_model
 from tests.test_attach import gate_for, random_partition, save
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
@@ -144,7 +140,7 @@ def test_models_of_the_same_shape_are_served(make: Callable[[Path], Any], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_threads_share_an_attached_model(family: str) -> None:
     model = tiny_model(family)
 
@@ -163,19 +159,6 @@ def test_threads_share_an_attached_model(family: str) -> None:
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
     assert together == pytest.approx(alone)
-
-
-def test_an_attached_model_is_not_copied(tmp_path: Path) -> None:
-    model = tiny_model()
-    with msattn.attach(model, gate=gate_for(model)):
-        for copied in (copy.deepcopy, pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
-            with pytest.raises(UserError, match="attached, so it cannot be copied or pickled"):
-                copied(model)
-        model.save_pretrained(tmp_path)
-    ids = random_tokens(1, 20)
-    with torch.no_grad():
-        for same in (copy.deepcopy(model), AutoModelForCausalLM.from_pretrained(tmp_path)):
-            torch.testing.assert_close(same(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["stored", "checkpointed", "reentrant"])

@@ -35,13 +35,6 @@ def test_the_innermost_work_is_reported(capsys: pytest.CaptureFixture[str]) -> N
     assert found[-1].startswith("msattn: eval")
 
 
-def test_totals_may_be_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(console=Console(file=io.StringIO())) as bars:
-        bars.update(bars.add_task("tokens of text", total=None), completed=120_000)
-        time.sleep(0.12)
-    assert lines(capsys)[0] == "msattn: tokens of text: 120,000, 0:00 so far"
-
-
 def test_lines_become_rare_and_count_the_time_of_a_part_that_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(console=Console(file=io.StringIO())) as bars:
         task = bars.add_task("ruler", total=3, completed=1)  # resumed after the first part
@@ -78,16 +71,3 @@ def test_other_ranks_and_disabled_progress_are_silent(
         bars.add_task("perplexity", total=2)
         time.sleep(0.12)
     assert lines(capsys) == []
-
-
-def test_a_line_of_the_caller_postpones_the_next_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with activity("train-gate"):
-        for _ in range(20):
-            time.sleep(0.01)
-            progress.postpone()
-    assert lines(capsys) == []
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])
-def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text

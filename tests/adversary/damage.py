@@ -2,9 +2,11 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Case = TypeVar("Case")
 
 BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "one bit flipped": lambda content, rng: _flip(content, rng.randrange(8 * len(content))),
@@ -53,6 +55,11 @@ def damage_bytes(path: Path, kind: str, seed: int) -> None:
     while after == before and before:
         after = BYTES[kind](before, rng)
     path.write_bytes(after)
+
+
+def drawn(cases: Iterable[Case], count: int) -> list[Case]:
+    """Returns ``count`` of the cases, always the same."""
+    return random.Random(0).sample(list(cases), count)
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -2,12 +2,11 @@
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jinja2 import Environment
@@ -29,14 +28,12 @@ VOCABULARY, SETTINGS, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json",
 TEXT = "t3 t5 t7"
 TEMPLATE = "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt %}t4{% endif %}"
 Damage = Callable[[Path], object]
-Case = TypeVar("Case")
 
 REMOVED = object()  # instead of a value: the key is removed
 HOSTILE: dict[str, Any] = {
     "removed": REMOVED,
     "null": None,
     "true": True,
-    "false": False,
     "a word": "hostile",
     "no text": "",
     "digits": "4",
@@ -46,14 +43,10 @@ HOSTILE: dict[str, Any] = {
     "code": "__import__('os').system('touch ran')",
     "-1": -1,
     "0": 0,
-    "1": 1,
     "3": 3,
-    "a million": 10**6,
     "2**31": 2**31,
-    "2**63": 2**63,
     "10**400": 10**400,
     "half": 0.5,
-    "-0.5": -0.5,
     "1e308": 1e308,
     "NaN": float("nan"),
     "Infinity": float("inf"),
@@ -175,11 +168,6 @@ def greedy(model: Any, tokens: Tensor, generation: dict[str, Any]) -> list[int]:
     return new
 
 
-def drawn(cases: Iterable[Case], count: int) -> Sequence[Case]:
-    """Returns ``count`` of the cases, always the same."""
-    return random.Random(0).sample(list(cases), count)
-
-
 def edit(path: Path, keys: Sequence[Any], value: Any) -> None:
     """Sets a value in a JSON file, which may not exist yet; :data:`REMOVED` removes it."""
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -223,19 +211,13 @@ def file_damages(file: str) -> Iterator[tuple[str, Damage]]:
     """Yields ways to damage a JSON file of a folder: its bytes, its nesting, its kind. All but HARMLESS have to be refused."""
     for kind in BYTES:
         yield kind, lambda at, kind=kind: damage_bytes(at / file, kind, 0)
-    for text in (b"null", b"[]", b'"text"', b"7", b"NaN", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe{}", b"\xef\xbb\xbf{}"):
+    for text in (b"null", b"[]", b"NaN", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe{}", b"\xef\xbb\xbf{}"):
         yield f"is {text[:9]!r}", lambda at, text=text: (at / file).write_bytes(text)
-    for value in (b"NaN", b"-Infinity", b"1" * 10**4, b"[" * 500 + b"]" * 500, b"[" * 10**5 + b"]" * 10**5, b'"\xff"'):
+    for value in (b"-Infinity", b"1" * 10**4, b"[" * 500 + b"]" * 500, b'"\xff"'):
         first = b'{"x": ' + value + b", "
         yield f"has {value[:9]!r}", lambda at, first=first: replace_bytes(at / file, b"{", first)
-    for name, target in {
-        "a device": "/dev/zero",
-        "a secret": "/etc/passwd",
-        "a folder": "/",
-        "nothing": "x",
-        "itself": file,
-    }.items():
-        yield f"links to {name}", lambda at, target=target: ((at / file).unlink(), (at / file).symlink_to(target))
+    for target in ("/dev/zero", "/etc/passwd", "/", "nothing", file):
+        yield f"links to {target}", lambda at, target=target: ((at / file).unlink(), (at / file).symlink_to(target))
     yield "is large", lambda at: os.truncate(at / file, 2**30)
     yield "is a folder", lambda at: ((at / file).unlink(), (at / file).mkdir())
     yield "is a pipe", lambda at: ((at / file).unlink(), os.mkfifo(at / file))

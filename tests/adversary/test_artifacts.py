@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,8 +19,8 @@ from msattn.trainer.artifacts import SHIPPED, content_hash
 from msattn.trainer.artifacts.manifest import checksum, describe_tensor
 from msattn.trainer.attach import attach, load
 from msattn.trainer.config import ModelConfig
-from tests.adversary.damage import BYTES, VALUES, damage_bytes, places, with_value, without
-from tests.adversary.tries import Tries
+from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
+from tests.adversary.tries import Tries, spread
 
 KINDS = ("gate", "kmeans", "qmodel")
 FILES = ("model.safetensors", "manifest.json", "config.yaml")
@@ -72,13 +71,12 @@ def sign(folder: Path, manifest: dict[str, Any], tensors: Tensors | None = None)
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
-@pytest.mark.area("artifact tensors")
 def test_damaged_bytes(tries: Tries, fresh: Callable[[str], Path]) -> None:
-    for kind, file, damage, seed in tries.chosen(product(KINDS, FILES, BYTES, range(3))):
+    for (file, damage), kind in spread(product(FILES, BYTES), KINDS):
         folder = fresh(kind)
-        damage_bytes(folder / file, damage, seed)
+        damage_bytes(folder / file, damage, 0)
         harmless = file == FILES[0] and "flipped" in damage  # at times, in the header
-        tries.python(f"{kind}/{file} {damage} {seed}", partial(load, folder), same_as_shipped(kind) if harmless else None)
+        tries.python(f"{kind}/{file} {damage}", partial(load, folder), same_as_shipped(kind) if harmless else None)
 
 
 TENSORS: dict[str, Callable[[Tensors, str], Tensors]] = {
@@ -106,20 +104,17 @@ def _with_first(tensor: Tensor, value: float) -> Tensor:
     return changed
 
 
-@pytest.mark.area("artifact tensors")
 def test_signed_tensors_that_do_not_fit(tries: Tries, fresh: Callable[[str], Path]) -> None:
-    cases = [(kind, name, how) for kind in KINDS for name in load_file(SHIPPED / kind / FILES[0]) for how in TENSORS]
-    for kind, name, how in tries.chosen(cases):
+    names = [(kind, name) for kind in KINDS for name in load_file(SHIPPED / kind / FILES[0])]
+    for how, (kind, name) in [*spread(TENSORS, names), *spread(TENSORS, reversed(names))]:
         folder = fresh(kind)
         sign(folder, json.loads((folder / "manifest.json").read_text()), TENSORS[how](load_file(folder / FILES[0]), name))
         tries.python(f"{kind} {name} {how}", partial(load, folder))
 
 
-@pytest.mark.slow
-@pytest.mark.area("manifest and configuration")
 @pytest.mark.parametrize("signed", [False, True], ids=["edited", "signed"])
 def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path], model: Any, signed: bool) -> None:
-    """Two values for each place, and its removal. What is accepted is served as the shipped artifact.
+    """A value for each place, or its removal. What is accepted is served as the shipped artifact.
 
     Signed manifests may describe other models, which the embedded model refuses.
     """
@@ -131,10 +126,8 @@ def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path]
         return load(folder)
 
     shipped = {kind: json.loads((SHIPPED / kind / "manifest.json").read_text()) for kind in KINDS}
-    rng = random.Random(0)
-    cases = [(kind, place, value) for kind in KINDS for place in places(shipped[kind]) for value in rng.sample(VALUES, 2)]
-    cases += [(kind, place, REMOVED) for kind in KINDS for place in places(shipped[kind])]
-    for kind, place, value in tries.chosen(cases):
+    every = [(kind, place) for kind in KINDS for place in places(shipped[kind])]
+    for (kind, place), value in spread(drawn(every, 60), (*VALUES, REMOVED)):
         folder, before = fresh(kind), shipped[kind]
         changed = without(before, place) if value is REMOVED else with_value(before, place, value)
         if changed == before:
@@ -145,8 +138,7 @@ def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path]
             (folder / "manifest.json").write_text(json.dumps(changed))
         unsigned = place == ("checksum",) and value in (None, REMOVED)  # as artifacts of version 0.2.0
         right = partial(_legitimate, kind=kind, place=place) if signed else same_as_shipped(kind) if unsigned else None
-        case = f"{kind} {'.'.join(map(str, place))}={value!r}"
-        tries.python(case, partial(attached, folder, kind, place), right)
+        tries.python(f"{kind} {'.'.join(map(str, place))}={value!r}", partial(attached, folder, kind, place), right)
 
 
 def _legitimate(found: Any, kind: str, place: tuple[Any, ...]) -> bool:
@@ -155,7 +147,6 @@ def _legitimate(found: Any, kind: str, place: tuple[Any, ...]) -> bool:
     return same_as_shipped(kind)(found) or (place[0] == "details" and any(name in place for name in allowed))
 
 
-@pytest.mark.area("manifest and configuration")
 def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path: Path) -> None:
     secret = tmp_path / "secret.yaml"
     secret.write_text("password: 1")
@@ -166,23 +157,15 @@ def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path:
         "many digits": b'{"seed": ' + b"9" * 10_000 + b"}",
         "NaN": b'{"seed": NaN}',
         "a list": b"[1, 2]",
-        "a number": b"3",
         "not UTF-8": b'{"seed": "\xff"}',
         "NUL": b'{"seed": "\x00"}',
         "nothing": b"",
         "a tag": b"seed: !!python/object/apply:os.system ['touch owned']",
-        "a local tag": b"seed: !mine 3",
-        "a date": b"seed: 2026-11-23",
-        "a set": b"seed: !!set {a, b}",
         "binary": b"seed: !!binary aGVsbG8=",
         "aliases": b"a: &a [1,1,1]\n" + b"".join(b"b%d: &b%d [*a,*a,*a,*a]\n" % (i, i) for i in range(30)),
-        "keys that are numbers": b"1: 2",
         "keys that are lists": b"? [a, b]\n: 2",
-        "a merge": b"<<: {a: 1}\nb: 2",
         "several documents": b"a: 1\n---\nb: 2",
         "100 MB": b"a" * 100_000_000,
-        "100 MB of lines": b"a: 1\n" * 20_000_000,
-        "tabs": b"a:\n\t- b",
     }
     links: dict[str, Callable[[Path], None]] = {
         "a link to another file": lambda path: path.symlink_to(secret),
@@ -190,12 +173,11 @@ def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path:
         "a link to itself": lambda path: path.symlink_to(path),
         "a link to nothing": lambda path: path.symlink_to(tmp_path / "nothing"),
         "a link to a folder": lambda path: path.symlink_to(tmp_path),
-        "a relative link": lambda path: path.symlink_to("../secret.yaml"),
         "a pipe": lambda path: os.mkfifo(path),
         "a folder": lambda path: path.mkdir(),
         "missing": lambda path: None,
     }
-    for kind, file, name in tries.chosen(product(KINDS, FILES, (*documents, *links))):
+    for (file, name), kind in spread(product(FILES, (*documents, *links)), KINDS):
         folder = fresh(kind)
         (folder / file).unlink()
         if name in documents:
@@ -206,31 +188,23 @@ def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path:
         assert not Path("owned").exists(), "code of a YAML tag ran"
 
 
-@pytest.mark.area("manifest and configuration")
 def test_hostile_paths(tries: Tries, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    paths = ["", " ", ".", "/", "a" * 5000, "a\0b", "~nobody/gate", "../" * 50, "embedded/gate", "/dev/zero", "/proc/self/mem"]
-    paths += [
+    paths = [
+        "",
+        " ",
+        ".",
+        "a" * 5000,
+        "a\0b",
+        "~nobody/gate",
+        "../" * 50,
+        "embedded/gate",
+        "/dev/zero",
         "a/b/c/d",
         "\n",
-        "gate=1",
-        "hub/id/too/long",
         "\ud800",
-        *(str(tmp_path / name) for name in ("file", "empty", "loop")),
     ]
-    for path in tries.chosen([kind(path) for path in paths for kind in (str, Path)]):
-        tries.python(repr(path)[:60], partial(load, path))
-
-
-def test_files_of_the_hub_cache_are_links(fresh: Callable[[str], Path], tmp_path: Path) -> None:
-    """A snapshot links to its repository's ``blobs``, which lie outside the snapshot."""
-    source, repository = fresh("gate"), tmp_path / "models--someone--gates"
-    snapshot = repository / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for number, file in enumerate(source.iterdir()):
-        shutil.copy(file, repository / "blobs" / str(number))
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert same_as_shipped("gate")(load(snapshot))
+    for path, kind in spread([*paths, *(str(tmp_path / name) for name in ("file", "empty", "loop"))], (str, Path)):
+        tries.python(repr(path)[:60], partial(load, kind(path)))

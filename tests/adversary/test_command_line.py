@@ -5,8 +5,9 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from msattn.trainer.config import POLICIES, SelectConfig, typed
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.config.values import CHOICES
 from msattn.trainer.errors import UserError
-from tests.adversary.tries import Tries
-
-pytestmark = pytest.mark.area("command line")
+from tests.adversary.damage import drawn
+from tests.adversary.tries import Tries, spread
 
 HUGE = int("9" * 30)
 LIMIT = 2**32  # no integer beyond is sane
@@ -142,9 +142,11 @@ def fits(found: Any, value: Any, kind: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_values_of_every_key(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_keys(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key with one value, and each type with each value."""
     monkeypatch.setenv("MSATTN_HOSTILE", "from the environment")
-    for key, text in tries.chosen([(key, text) for key in KEYS for text in VALUES]):
+    key_of_type = {str(kind): key for key, (_, kind, choices) in KEYS.items() if not choices}
+    for key, text in [*spread(KEYS, VALUES), *product(key_of_type.values(), VALUES)]:
         command, kind, choices = KEYS[key]
         tries.python(
             f"{command} {key}={text[:40]!r}",
@@ -164,7 +166,7 @@ def hydra_text(value: Any) -> str:
 
 def test_own_value_of_every_key(tries: Tries) -> None:
     """A key that is set to the value that it has anyway changes nothing."""
-    for key in tries.chosen(KEYS):
+    for key in drawn(KEYS, 60):
         command, overrides = KEYS[key][0], base_overrides(KEYS[key][0], key)
         try:
             whole = typed(copy.deepcopy(composed_once(command, overrides)), COMMANDS[command].schema)
@@ -178,45 +180,6 @@ def test_own_value_of_every_key(tries: Tries) -> None:
             return compose_value(command, key, hydra_text(value))
 
         tries.python(f"{command} {key}={hydra_text(value)}", again, lambda config, whole=whole: config == whole, accepted=True)
-
-
-DAMAGED_KEYS: tuple[Callable[[str], str], ...] = (
-    lambda key: key[:-1],
-    lambda key: key[1:],
-    lambda key: key + "x",
-    lambda key: key.upper(),
-    lambda key: key.replace("a", "\u0430"),  # Cyrillic
-    lambda key: f".{key}",
-    lambda key: f"{key}.",
-    lambda key: f"{key}.x",
-    lambda key: key.replace(".", "..") + "..",
-    lambda key: key.replace(".", "/") + "/",
-    lambda key: f"{key}@x",
-    lambda key: f"{key}[0]",
-    lambda key: f"{key} ",
-    lambda key: f" {key}",
-    lambda key: f"{key}\0",
-    lambda key: f"{key}\n",
-    lambda key: f"+{key}",
-    lambda key: f"+{key}x",
-    lambda key: f"++{key}x",
-    lambda key: f"+++{key}",
-    lambda key: f"~{key}x",
-    lambda key: f"--{key}",
-    lambda key: f"\udce9{key}",
-    lambda key: f"hydra.{key}",
-    lambda key: "",
-)
-
-
-def test_damaged_keys(tries: Tries) -> None:
-    keys = ("seed", "bench.batch", "bench.queries", "op", "bench")
-    for damaged, key in tries.chosen([(damage(key), key) for damage in DAMAGED_KEYS for key in keys if damage(key) != key]):
-        tries.python(
-            repr(damaged),
-            lambda damaged=damaged: compose("bench", [f"{damaged}=1"]),
-            lambda config, key=key: value_of(config, key) in (1, "1"),
-        )
 
 
 BROKEN = """
@@ -246,8 +209,7 @@ SYNTAXES: dict[str, Any] = {  # values that are refused, or that have a meaning 
 
 
 def test_syntax_of_values(tries: Tries) -> None:
-    keys = ("seed", "data.seq_len", "dense_below", "probes")
-    for key, text in tries.chosen([(key, text) for key in keys for text in SYNTAXES]):
+    for text, key in spread(SYNTAXES, ("seed", "data.seq_len", "dense_below", "probes")):
         tries.python(
             f"{key}={text[:40]!r}",
             lambda key=key, text=text: compose_value("generate", key, text),
@@ -256,22 +218,7 @@ def test_syntax_of_values(tries: Tries) -> None:
 
 
 LONG = "x" * 5000
-PATHS = [
-    "",
-    " ",
-    LONG,
-    "a\0b",
-    "a\nb",
-    "\udce9",
-    "~no-such-user/x",
-    "nowhere",
-    "/dev/null",
-    "/dev/zero",
-    "./file/x",
-    "**",
-    "[",
-    "{a,b}",
-]
+PATHS = ["", LONG, "a\0b", "a\nb", "\udce9", "~no-such-user/x", "nowhere", "/dev/zero", "./file/x", "[", "{a,b}"]
 OPTIONS = (
     "--model --data --config-dir --cfg --prompt --cgf -x - --- --no-model -mx --multirun=1 --chat=1 hydra=null hydra/launcher=x"
 )
@@ -330,12 +277,13 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return configs
 
 
+@pytest.mark.slow
 def test_options(tries: Tries, started: list[Any]) -> None:
     """The job of a command that is not refused gets the configuration of the command without its hostile ending."""
-    cases = [(command, ending) for command in ("fit-kmeans", "generate") for ending in ENDINGS]
+    cases = [(command, ending) for ending, command in spread(ENDINGS, ("fit-kmeans", "generate"))]
     cases += [("bench", [f"hydra.{override}"]) for override in HYDRA.split()]
     expected = {command: compose(command) for command in ("fit-kmeans", "generate", "bench")}
-    for command, ending in tries.chosen(cases):
+    for command, ending in cases:
         prompt = ["--prompt", "a"] if command == "generate" and "--prompt" not in str(ending) else []
         started.clear()
         tries.command(
@@ -343,5 +291,5 @@ def test_options(tries: Tries, started: list[Any]) -> None:
             *[command, *prompt, *ending],
             right=lambda out, command=command: started == [expected[command]],
         )
-    for line in tries.chosen(NO_COMMANDS):
+    for line in NO_COMMANDS:
         tries.command(repr(line), *line.split(" "))

@@ -30,9 +30,7 @@ from tests.adversary.model_folders import (
     edit,
     edited,
 )
-from tests.adversary.tries import Tries
-
-pytestmark = pytest.mark.area("custom code")
+from tests.adversary.tries import Tries, spread
 
 MARKER = "ran"  # the file that payloads write, in the working directory
 CODE = f"""
@@ -46,14 +44,7 @@ def generate(model, **options):
     open({MARKER!r}, "w").close()
 """
 CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoModel", "AutoProcessor")
-MODULES = (
-    "own.py",
-    "modeling_llama.py",
-    "configuration_llama.py",
-    "tokenization_llama.py",
-    "__init__.py",
-    "custom_generate/generate.py",
-)
+MODULES = ("own.py", "modeling_llama.py", "configuration_llama.py", "tokenization_llama.py", "custom_generate/generate.py")
 
 
 class Payload:
@@ -66,25 +57,16 @@ class Payload:
         return self.parts
 
 
-PAYLOADS = (
-    Payload(open, MARKER, "w"),
-    Payload(os.system, f"touch {MARKER}"),
-    Payload(exec, CODE),
-    Payload(eval, f"open({MARKER!r}, 'w')"),
-)
+PAYLOADS = (Payload(open, MARKER, "w"), Payload(os.system, f"touch {MARKER}"), Payload(exec, CODE))
 ESCAPES = (
     "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
     "{{ lipsum.__globals__['os'].popen('touch ran').read() }}",
     "{{ self.__init__.__globals__.__builtins__.open('ran', 'w') }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() | map(attribute='__init__') | list }}",
     "{{ (messages | attr('append')).__self__.__class__.__base__.__subclasses__() }}",
     "{{ strftime_now.__globals__['__builtins__']['open']('ran', 'w') }}",
-    "{{ raise_exception.__globals__['json'].codecs.open('ran', 'w') }}",
-    "{{ namespace.__init__.__globals__ }}",
     "{% set x = {}.__class__.__base__ %}{{ x.__subclasses__() }}",
     "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
     "{{ messages | map('attr', '__class__') | list }}{{ messages.__class__.mro() }}",
-    "{{ tojson.__globals__ }}{{ dict.__call__.__globals__['json'] }}",
 )
 
 
@@ -120,11 +102,12 @@ def modules(at: Path) -> None:
 def named_modules() -> Iterator[tuple[str, Damage]]:
     """Yields ways in which JSON files name modules."""
     references = ("own.Own", "modeling_llama.Own", "nobody/nothing--own.Own", "../model/own.Own")
-    for file, name, reference in product((CONFIG, SETTINGS, "processor_config.json", GENERATION), CLASSES, references):
+    files = product((CONFIG, SETTINGS, "processor_config.json", GENERATION), CLASSES)
+    for (file, name), reference in spread(files, references):
         yield f"{file} {name}={reference}", edited(file, "auto_map", name, value=reference)
-    for value in ("own.Own", ["own.Own", None], [None, "own.Own"], [], {}, {"AutoTokenizer": ["own.Own", "own.Own"]}):
+    for value in ("own.Own", ["own.Own", None], [], {"AutoTokenizer": ["own.Own", "own.Own"]}):
         yield f"{SETTINGS} auto_map={value}", edited(SETTINGS, "auto_map", value=value)
-    for key, value in product(("model_type", "tokenizer_class", "architectures"), ("own", "Own", "own.Own", ["Own"])):
+    for key, value in spread(("model_type", "tokenizer_class", "architectures"), ("own", "own.Own", ["Own"])):
         yield f"{CONFIG} {key}={value}", edited(CONFIG, key, value=value)
         yield f"{SETTINGS} {key}={value}", edited(SETTINGS, key, value=value)
     for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation"):
@@ -135,18 +118,18 @@ def named_modules() -> Iterator[tuple[str, Damage]]:
 def test_modules(tries: Tries, models: Models) -> None:
     """A tokenizer with code of its own is refused; a model of a known family needs none."""
     own = edited(CONFIG, "model_type", value="own")
-    for (name, damage), unknown in tries.chosen(product(named_modules(), (False, True))):
+    for (name, damage), unknown in spread(named_modules(), (False, True, False)):
         attempt_without_code(tries, models, f"{name}, unknown={unknown}", modules, *([own] if unknown else []), damage)
 
 
 def test_pickles(tries: Tries, models: Models) -> None:
     """As the weights, among them, as a part that an index names, and in files that nothing names."""
-    for payload, protocol, place in tries.chosen(product(range(len(PAYLOADS)), (0, 2, 4), PLACES)):
+    for place, (payload, protocol) in spread([*PLACES, *PLACES], zip(PAYLOADS, (0, 2, 4), strict=True)):
 
-        def damage(at: Path, payload: int = payload, protocol: int = protocol, place: str = place) -> None:
-            PLACES[place](at, PAYLOADS[payload], protocol)
+        def damage(at: Path, payload: Payload = payload, protocol: int = protocol, place: str = place) -> None:
+            PLACES[place](at, payload, protocol)
 
-        attempt_without_code(tries, models, f"payload {payload} by protocol {protocol} in {place}", damage)
+        attempt_without_code(tries, models, f"{payload.parts[0]} by protocol {protocol} in {place}", damage)
 
 
 def alone(at: Path, payload: Payload, protocol: int) -> None:
@@ -173,15 +156,7 @@ def as_safetensors(at: Path, payload: Payload, protocol: int) -> None:
 
 
 def in_other_files(at: Path, payload: Payload, protocol: int) -> None:
-    names = (
-        "training_args.bin",
-        "optimizer.pt",
-        "adapter_model.bin",
-        "rng_state.pth",
-        ".metadata",
-        "tokenizer.pkl",
-        "other.bin",
-    )
+    names = ("training_args.bin", "optimizer.pt", "adapter_model.bin", "rng_state.pth", "tokenizer.pkl", "other.bin")
     for name in (*names, "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack"):
         (at / name).write_bytes(pickle.dumps(payload, protocol))
 
@@ -209,7 +184,7 @@ PLACES = {
 
 
 def test_templates(tries: Tries, models: Models) -> None:
-    for escape in tries.chosen(ESCAPES):
+    for escape in ESCAPES:
         attempt_without_code(tries, models, f"template {escape}", edited(SETTINGS, "chat_template", value=escape))
 
 
@@ -218,7 +193,7 @@ def test_commands(tries: Tries, models: Models) -> None:
     positions = edited(CONFIG, "max_position_embeddings", value=10**6)  # sizes that fit it are no reason for a line
     cases = [edited(file, "auto_map", "AutoTokenizer", value=["own.Own", None]) for file in (CONFIG, SETTINGS)]
     cases += [edited(CONFIG, "model_type", value="own"), lambda at: alone(at, PAYLOADS[1], 2)]
-    for i, damage in tries.chosen(enumerate(cases)):
+    for i, damage in enumerate(cases):
         folder = models.damaged(positions, modules, damage)
         command = ("generate", "--model", str(folder), *arguments)
         tries.command(f"command {i}", *command, right=lambda out: "are equal" in out, accepted=i == 0)

@@ -2,10 +2,8 @@
 
 import os
 import random
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +22,8 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
-from tests.adversary.tries import TIME_LIMIT, Tries, wait_until
-from tests.hub_server import HANG, Hub
-from tests.jobs import BYTECODE, ROOT
+from tests.adversary.tries import Tries, spread, wait_until
 from tests.training.test_checkpoints_survive import TRAIN, Line, final_weights, run
-
-pytestmark = pytest.mark.area("signals")
 
 HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -103,32 +97,10 @@ def resumed_fault(job: Path, whole: dict[str, torch.Tensor]) -> str | None:
 
 
 @pytest.mark.slow
-def test_signals_in_training(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
-    """Up to three signals, from the start of the command on."""
-    begin = time.monotonic()
-    assert train_gate(job).wait() == 0
-    duration = time.monotonic() - begin
-    draw = random.Random(3)
-    kinds = [*product(STOPS, (1, 2, 3), (0, 0, 2))]
-    for number, times, workers in tries.chosen(kinds):
-        shutil.rmtree(job)
-        job.mkdir()
-        child = train_gate(job, f"train.num_workers={workers}")
-        pauses = [draw.uniform(0, duration), *(draw.choice([0.0, 0.01, 0.1]) for _ in range(times - 1))]
-        for pause in pauses:
-            time.sleep(pause)
-            if child.poll() is None:
-                os.killpg(child.pid, number)  # as a terminal does
-        case = f"{number.name} after {', '.join(f'{pause:.3f}' for pause in pauses)} s, {workers} data workers"
-        fault = output_fault(child.wait(), {0, STOPS[number]}, (job / "output").read_text())
-        tries.record(case, fault or resumed_fault(job, whole))
-
-
-@pytest.mark.slow
 def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
     """One line names the loss and the checkpoint."""
     draw = random.Random(4)
-    for number, _ in tries.chosen(product((signal.SIGKILL, signal.SIGTERM), range(6))):
+    for number in (signal.SIGKILL, signal.SIGTERM):
         shutil.rmtree(job)
         job.mkdir()
         child = train_gate(job, "train.num_workers=2")
@@ -146,7 +118,7 @@ def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch
 @pytest.mark.slow
 def test_signals_to_each_command(tries: Tries, work: Path) -> None:
     draw = random.Random(5)
-    for command, number, times in tries.chosen(product([*COMMANDS, *HELP], STOPS, (1, 2))):
+    for command, (number, times) in spread([*COMMANDS, *HELP], product(STOPS, (1, 2))):
         child = started(work, *(COMMANDS | HELP)[command])
         pauses = [draw.uniform(0, 1.5 if command in COMMANDS else 0.1), draw.uniform(0, 0.2)][:times]
         for pause in pauses:
@@ -154,22 +126,6 @@ def test_signals_to_each_command(tries: Tries, work: Path) -> None:
             child.send(number)
         case = f"{command}, {number.name} after {', '.join(f'{pause:.2f}' for pause in pauses)} s"
         tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
-
-
-@pytest.mark.slow
-def test_signals_while_the_hub_does_not_answer(tries: Tries, work: Path, hub: Hub) -> None:
-    draw = random.Random(7)
-    for request, number in tries.chosen(
-        product(("POST /api/repos/create", "GET /api/models", "POST /api/models", "PUT"), STOPS)
-    ):
-        hub.faults = {request: HANG}
-        hub.calls.clear()
-        child = started(work, *COMMANDS["push"])
-        waits = wait_until(lambda request=request: any(request in call for call in hub.calls))
-        time.sleep(draw.uniform(0, 0.2))
-        child.send(number)
-        fault = output_fault(child.wait(), {STOPS[number]}, (work / "output").read_text())
-        tries.record(f"{number.name} in {request}", fault if waits else "no such request")
 
 
 def close_reader() -> None:
@@ -188,7 +144,7 @@ def close() -> None:
 @pytest.mark.slow
 def test_output_that_nobody_reads(tries: Tries, work: Path) -> None:
     """Results are complete and nothing is printed on stderr; the exit code is 0, or 1 where a line could not be written."""
-    for command, change in tries.chosen(product(COMMANDS | HELP, (close_reader, close))):
+    for command, change in spread(COMMANDS | HELP, (close_reader, close)):
         shutil.rmtree("outputs/tiny/base/eval", ignore_errors=True)
         code = started(work, *(COMMANDS | HELP)[command], change_streams=change).wait()
         output = (work / "output").read_text()
@@ -199,39 +155,6 @@ def test_output_that_nobody_reads(tries: Tries, work: Path) -> None:
         if command == "eval" and not Path("outputs/tiny/base/eval/report.html").exists():
             fault = "no results"
         tries.record(f"{command}, {change.__name__}", fault)
-
-
-def process(arguments: list[str], before: str = "pass") -> tuple[str, dict[str, str]]:
-    """Returns the shell command and the environment of a real process ``msattn *arguments``, which runs ``before`` first."""
-    script = f"import msattn.trainer.signals; {before}; from msattn.cli import main; main()"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""} | BYTECODE
-    return shlex.join([sys.executable, "-W", "ignore", "-c", script, *arguments]), environment
-
-
-@pytest.mark.slow
-def test_output_to_head(tries: Tries, work: Path) -> None:
-    """Real processes, to the end of the interpreter."""
-    for command in tries.chosen(("help", "--version", "generate")):
-        call, environment = process((COMMANDS | HELP)[command])
-        done = subprocess.run(f"{call} | head -1", shell=True, capture_output=True, text=True, env=environment, check=False)
-        lines = [line for line in done.stderr.splitlines() if " so far" not in line]
-        tries.record(f"{command} | head -1", None if done.stdout and not lines else f"{done.stdout} {done.stderr[-500:]}")
-
-
-@pytest.mark.slow
-def test_signals_to_processes(tries: Tries, work: Path) -> None:
-    """Real processes, most of them in their imports."""
-    draw = random.Random(6)
-    for number, pause in tries.chosen([(number, draw.uniform(0.05, 3)) for number in STOPS for _ in range(4)]):
-        Path("ready").unlink(missing_ok=True)
-        call, environment = process(COMMANDS["train-gate"], "open('ready', 'w').close()")
-        with Path("errors").open("w") as errors:
-            running = subprocess.Popen(shlex.split(call), stdout=subprocess.DEVNULL, stderr=errors, env=environment)
-        wait_until(Path("ready").exists)
-        time.sleep(pause)
-        running.send_signal(number)
-        code = running.wait(TIME_LIMIT)
-        tries.record(f"{number.name} after {pause:.2f} s", output_fault(code, {0, STOPS[number]}, Path("errors").read_text()))
 
 
 def test_a_signal_inside_a_destructor_is_not_lost() -> None:

@@ -8,23 +8,20 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.commands.generate import read_prompt
 from msattn.trainer.config import DataConfig
 from msattn.trainer.config import text_files as reading
-from msattn.trainer.data import chunks, documents
+from msattn.trainer.data import documents
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from tests.adversary.tries import Tries
-from tests.factory import embedded_tokenizer
-
-pytestmark = pytest.mark.area("text")
 
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(20)]
 
@@ -53,19 +50,15 @@ CONTENTS: dict[str, bytes] = {
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
-    "one byte": lambda content: content[:1],
     "half": lambda content: content[: len(content) // 2],
     "without its end": lambda content: content[:-5],
-    "without its start": lambda content: content[5:],
     "twice": lambda content: content + content,
     "with more behind": lambda content: content + b"\xff\xfe\0more",
     "zeros": lambda content: bytes(len(content)),
     "random": lambda content: random.Random(0).randbytes(len(content)),
-    "flipped": lambda content: flipped(content, 1),
     "flipped in many places": lambda content: flipped(content, 20),
     "UTF-16": lambda content: content.decode("latin1").encode("utf-16"),
     "surrogates": lambda content: content + b"\xed\xa0\x80",
-    "overlong": lambda content: b"\xc0\xaf" + content,
     "compressed twice": lambda content: gzip.compress(gzip.compress(content)),
     "other compression": lambda content: zstd(gzip.compress(content)),
 }
@@ -97,8 +90,7 @@ def independently(path: Path) -> list[str]:
 
 
 def test_damaged_files(tries: Tries, tmp_path: Path) -> None:
-    cases = [(kind, compression, damage) for kind in CONTENTS for compression in COMPRESSORS for damage in DAMAGES]
-    for kind, compression, damage in tries.chosen(cases):
+    for kind, compression, damage in product(CONTENTS, COMPRESSORS, DAMAGES):
         path = tmp_path / f"{damage}{kind}{compression}"
         path.write_bytes(DAMAGES[damage](COMPRESSORS[compression](CONTENTS[kind])))
         tries.python(path.name, lambda path=path: texts_of(path), lambda found, path=path: found == independently(path))
@@ -111,26 +103,19 @@ VALUES: dict[str, str] = {  # JSON that is a text, or is no text
     "half a surrogate pair": '"\\ud83d"',
     "surrogates in the wrong order": '"a\\ude00\\ud83d"',
     "deep": "[" * 100_000 + "]" * 100_000,
-    "deep mappings": '{"a":' * 50_000 + "1" + "}" * 50_000,
     "open": "[" * 100_000,
     "digits": "1" * 10_000,
-    "digits behind a point": "1." + "1" * 10_000,
-    "exponent": "1e999999999",
     "NaN": "NaN",
     "null": "null",
-    "true": "true",
     "list": '["a"]',
     "mapping": '{"a": "b"}',
     "control character": '"a\tb"',
     "bad escape": '"\\x41"',
     "half an escape": '"\\u12"',
-    "quote": "'a'",
     "no end": '"a',
     "empty": '""',
-    "spaces": '"   "',
     "long": f'"{"a b " * 50_000}"',
     "comma": '"a",',
-    "comment": '"a" // b',
     "nothing": "",
 }
 LINES: dict[str, str] = {
@@ -153,9 +138,7 @@ def is_right(found: list[Any], path: Path) -> bool:
 
 def test_lines_of_jsonl(tries: Tries, tmp_path: Path) -> None:
     readers: dict[str, Callable[[str], list[Any]]] = {"text": texts_of, "prompts": read_prompts}
-    for reader, line, value in tries.chosen(
-        [(reader, line, value) for reader in readers for line in LINES for value in VALUES]
-    ):
+    for reader, line, value in product(readers, LINES, VALUES):
         path = tmp_path / f"{line}, {value}.jsonl"
         path.write_text(LINES[line].format(VALUES[value]), encoding="utf-8")
         read = readers[reader]
@@ -187,14 +170,9 @@ TABLES: dict[str, tuple[Callable[[], bytes], list[str] | None]] = {  # a file, a
     "names": (named_twice, None),
     "no columns": (lambda: parquet(), None),
     "no rows": (lambda: parquet(text=pyarrow.array([], pyarrow.string())), []),
-    "other column": (lambda: parquet(body=["a"]), None),
-    "null type": (lambda: parquet(text=[None]), None),
     "gap": (lambda: parquet(text=["a", None]), None),
     "numbers": (lambda: parquet(text=[1]), None),
-    "bytes": (lambda: parquet(text=[b"a"]), None),
     "lists": (lambda: parquet(text=[["a"]]), None),
-    "mappings": (lambda: parquet(text=[{"text": "a"}]), None),
-    "times": (lambda: parquet(text=pyarrow.array([2**62], pyarrow.timestamp("us"))), None),
     "dictionary": (lambda: parquet(text=dictionary("a", "b")), ["a", "b"]),
     "large": (lambda: parquet(text=pyarrow.array(["a", ""], pyarrow.large_string())), ["a"]),
     "view": (lambda: parquet(text=pyarrow.array(["a", "b"], pyarrow.string_view())), ["a", "b"]),
@@ -206,43 +184,32 @@ TABLES: dict[str, tuple[Callable[[], bytes], list[str] | None]] = {  # a file, a
 
 
 def test_tables(tries: Tries, tmp_path: Path) -> None:
-    for name in tries.chosen(TABLES):
+    for name in TABLES:
         path = tmp_path / f"{name}.parquet"
         path.write_bytes(TABLES[name][0]())
         tries.python(path.name, lambda path=path: texts_of(path), lambda found, name=name: found == TABLES[name][1])
-    for column in tries.chosen(["", "text ", "te.xt", "te.x", "text.list.element", "*", "TEXT", "te", "\0", "te\nxt"]):
-        path = tmp_path / "columns.parquet"
-        path.write_bytes(parquet(**{"text": [["a"]], "te.xt": ["b"], "other": ["c"]}))
-        tries.python(
-            f"column {column!r}",
-            lambda path=path, column=column: texts_of(path, column),
-            lambda found, column=column: column == "te.xt" and found == ["b"],
-        )
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
     ".txt.gz": lambda: gzip.compress(bytes(2**25)),
-    ".txt.xz": lambda: lzma.compress(bytes(2**28), preset=0),
     ".txt.zst": lambda: zstd(bytes(2**28)),
-    ".md.zst": lambda: zstd(b"a b " * 2**26),
     ".jsonl.zst": lambda: zstd(b'{"text": "a"}\n' * 2**23),
     "-line.jsonl.zst": lambda: zstd(b'{"text": "' + b"a" * 2**26 + b'"}'),
     ".parquet": lambda: parquet(text=dictionary("a" * 2**19, repeat=2**11)),
     "-text.parquet": lambda: parquet(text=["a" * 2**26]),
-    ".parquet.gz": lambda: gzip.compress(parquet(text=dictionary("a" * 2**19, repeat=2**11))),
 }
 
 
 def test_bombs(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 256 MB of free memory, files of a few kilobytes that hold more text than that."""
     monkeypatch.setattr(reading, "free_memory", lambda: 2**28)
-    for name in tries.chosen(BOMBS):
+    for name in BOMBS:
         path = tmp_path / f"bomb{name}"
         path.write_bytes(BOMBS[name]())
         tries.python(path.name, lambda path=path: sum(map(len, texts_of(path))))
     with (tmp_path / "sparse.txt").open("wb") as file:
         file.truncate(2**40)
-    for name, read in tries.chosen(READERS.items()):
+    for name, read in READERS.items():
         tries.python(f"sparse, {name}", lambda read=read: read(tmp_path / "sparse.txt"))
 
 
@@ -264,7 +231,7 @@ def special_files(folder: Path) -> Iterable[Path]:
     (folder / "b.txt").symlink_to(folder / "a.txt")
     (folder / "folder.txt").mkdir()
     yield from sorted(folder.iterdir())
-    yield from map(Path, ("/dev/zero", "/dev/urandom", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/kmsg"))
+    yield from map(Path, ("/dev/zero", "/dev/null", "/proc/self/mem"))
     yield from (
         Path(name) for name in ("", " ", "a\0b", "a\nb", "x" * 300, "x/" * 3000, "~nobody/x.txt", "a.txt/", "\udcff.txt")
     )
@@ -274,43 +241,21 @@ def test_special_files(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "files").mkdir()
     files = list(special_files(tmp_path / "files"))
-    for (name, read), file in tries.chosen([(reader, file) for reader in READERS.items() for file in files]):
+    for (name, read), file in product(READERS.items(), files):
         tries.python(f"{name}={str(file)[:60]!r}", lambda read=read, file=file: read(file))
-    for name, read in tries.chosen(READERS.items()):
+    for name, read in READERS.items():
         (tmp_path / "good.txt").write_text('{"prompt": "a", "answer": "b"}')
         (tmp_path / "link.txt").symlink_to(tmp_path / "good.txt") if not (tmp_path / "link.txt").exists() else None
         tries.python(f"{name}, link", lambda read=read: read(tmp_path / "link.txt"), lambda found: bool(found))
 
 
-NAMES = (
-    b"caf\xe9.txt",
-    b"\xff\xfe.txt",
-    b"new\nline.txt",
-    b"tab\t.txt",
-    b"[a].txt",
-    b"{a,b}.txt",
-    b"*.txt",
-    b"**.txt",
-    b"$(x).txt",
-    b"${x}.txt",
-)
-NAMES += (
-    b"'\".txt",
-    b" .txt",
-    b"~.txt",
-    b"-.txt",
-    b"a=b,c.txt",
-    "\u202e\u200b.txt".encode(),
-    b"\x1b[31m.txt",
-    b"x" * 251 + b".txt",
-    b"\\.txt",
-    b"?.txt",
-)
+NAMES = (b"caf\xe9.txt", b"new\nline.txt", b"[a].txt", b"{a,b}.txt", b"**.txt", b"${x}.txt", b"'\".txt", b"~.txt", b"a=b,c.txt")
+NAMES += ("\u202e\u200b.txt".encode(), b"\x1b[31m.txt", b"x" * 251 + b".txt", b"\\.txt")
 
 
 def test_names_of_files(tries: Tries, tmp_path: Path) -> None:
     """Files with hostile names in a folder, and named themselves, are read or refused."""
-    for number, name in enumerate(tries.chosen(NAMES)):
+    for number, name in enumerate(NAMES):
         folder = tmp_path / str(number)
         folder.mkdir()
         for other in (name, b"other.txt"):
@@ -329,83 +274,3 @@ def test_names_of_files(tries: Tries, tmp_path: Path) -> None:
                 lambda path=path, read=read: read(path),
                 lambda found, path=path: found in ([path.read_text()], path.read_text()),
             )
-
-
-def tangle(folder: Path) -> None:
-    """Creates folders with links to themselves and to each other, and a text in each."""
-    for name in ("a", "b", "a/c", "b/d"):
-        (folder / name).mkdir()
-        (folder / name / "x.txt").write_text(name)
-        for link in ("up", "back", "again"):
-            (folder / name / link).symlink_to(folder)
-
-
-PATTERNS = (
-    "**",
-    "**/*",
-    "**/*.txt",
-    "**/**/*.txt",
-    "**/" * 30 + "*.txt",
-    "*/*/*/*/x.txt",
-    "**/up/**/x.txt",
-    "**/x.t?t",
-    "**.txt",
-    "a**/x.txt",
-    "[a-b]/x.txt",
-)
-PATTERNS += (
-    "***/x.txt",
-    "[/x.txt",
-    "[!]/x",
-    "*" * 200,
-    "?" * 200 + ".txt",
-    "*a" * 100 + "*.txt",
-    "**/../**/x.txt",
-    "./**/x.txt",
-    "*/..//x.txt",
-    "{a,b}/x.txt",
-    "",
-)
-
-
-def test_globs_through_loops(tries: Tries, tmp_path: Path) -> None:
-    tangle(tmp_path)
-    for pattern in tries.chosen(PATTERNS):
-        tries.python(
-            f"{pattern[:60]!r}",
-            lambda pattern=pattern: texts_of(f"{tmp_path}/{pattern}"),
-            lambda found: set(found) <= {"a", "b", "a/c", "b/d"} and len(found) < 50,
-        )
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return embedded_tokenizer()
-
-
-STRANGE = {
-    "zeros": "\0" * 10_000,
-    "one word": "a" * 200_000,
-    "spaces": " " * 100_000,
-    "lines": "\n" * 100_000,
-    "marks": "e" + "\u0301" * 20_000,
-    "every character": "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000)])),
-    "special tokens": "<|end|></s><s>[PAD]<|endoftext|>" * 500,
-    "directions": "\u202e\u200f\u2066" * 5_000,
-    "emoji": "👩‍👩‍👧‍👦" * 2_000,
-    "replacement": "\ufffd\ufeff\uffff" * 2_000,
-}
-
-
-def test_strange_text(tries: Tries, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    for name in tries.chosen(STRANGE):
-        path = tmp_path / "strange.txt"
-        path.write_text(STRANGE[name], encoding="utf-8", newline="")
-
-        def tokens(path: Path = path) -> list[int]:
-            found = chunks(DataConfig("text", path=str(path), heldout_path=str(path), seq_len=1), tokenizer, seed=0)
-            assert len(found._tokens)
-            return sorted(found._tokens[:, 0].tolist())
-
-        expected = sorted([*tokenizer(STRANGE[name], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
-        tries.python(name, tokens, lambda found, expected=expected: found == expected)

@@ -5,12 +5,11 @@ with the right result, or either. Tracebacks, hangs, other results and code that
 """
 
 import io
-import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from itertools import cycle
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -20,36 +19,23 @@ from msattn.trainer.errors import UserError
 REFUSED, SERVED = "refused", "served"
 TIME_LIMIT = 60.0  # seconds after which a try counts as hanging; tries take less than a second on an idle machine
 Case = TypeVar("Case")
+Context = TypeVar("Context")
 
 
 class Hung(BaseException):
     """A try took longer than :data:`TIME_LIMIT`."""
 
 
-@dataclass
+def spread(cases: Iterable[Case], contexts: Iterable[Context]) -> Iterator[tuple[Case, Context]]:
+    """Pairs each case with one of the contexts, in turn: a fault of a case seldom depends on the context."""
+    return zip(cases, cycle(contexts), strict=False)
+
+
 class Tries:
-    """Tries of one area.
+    """Tries of one test; ``bad`` has a line for each that did not end well."""
 
-    Attributes
-    ----------
-    area : name in the summary.
-    share : share of the cases that is tried; a test's parameter.
-    count : tries so far.
-    open : how many of them may be refused or served right.
-    bad : a line for each try that did not end well.
-    """
-
-    area: str
-    share: float = 1.0
-    count: int = 0
-    open: int = 0
-    bad: list[str] = field(default_factory=list)
-
-    def chosen(self, cases: Iterable[Case], seed: int = 0) -> Sequence[Case]:
-        """Returns the share of ``cases`` that is tried, at least one, in an order drawn from ``seed``."""
-        shuffled = list(cases)
-        random.Random(seed).shuffle(shuffled)
-        return shuffled[: max(1, round(self.share * len(shuffled)))]
+    def __init__(self) -> None:
+        self.count, self.bad = 0, list[str]()
 
     def record(self, case: object, fault: str | None) -> None:
         """Counts a try; ``fault`` says how it ended badly, None that it ended well."""
@@ -74,27 +60,25 @@ class Tries:
         accepted : True if the call must return, False if it must be refused, None if either is well.
         refusal : the error that refuses, of one line.
         """
-        ends = self._ends(right, accepted)
-        self.record(case, python_fault(call, right, ends, refusal))
+        self.record(case, python_fault(call, right, good_ends(right, accepted), refusal))
 
     def command(
         self, case: object, *arguments: str, right: Callable[[str], bool] | None = None, accepted: bool | None = None
     ) -> None:
         """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that is ``right``."""
-        ends = self._ends(right, accepted)
-        self.record(case, command_fault(arguments, right, ends))
-
-    def _ends(self, right: Callable[[Any], bool] | None, accepted: bool | None) -> set[str]:
-        """Returns the ends that are well, and counts a try that has both."""
-        if right is None or accepted is False:
-            return {REFUSED}
-        self.open += accepted is None
-        return {SERVED} if accepted else {REFUSED, SERVED}
+        self.record(case, command_fault(arguments, right, good_ends(right, accepted)))
 
     def check(self) -> None:
-        """Fails if a try did not end well, with the first of them."""
+        """Fails unless there were tries, and each ended well."""
         shown = "\n".join(line[:600] for line in self.bad[:20])
-        assert not self.bad, f"{self.area}: {len(self.bad)} of {self.count} tries ended badly:\n{shown}"
+        assert self.count, "no tries"
+        assert not self.bad, f"{len(self.bad)} of {self.count} tries ended badly:\n{shown}"
+
+
+def good_ends(right: Callable[[Any], bool] | None, accepted: bool | None) -> set[str]:
+    if right is None or accepted is False:
+        return {REFUSED}
+    return {SERVED} if accepted else {REFUSED, SERVED}
 
 
 def python_fault(

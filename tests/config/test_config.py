@@ -84,28 +84,11 @@ def test_models_carry_their_architecture(model: str) -> None:
     assert AutoConfig.for_model(**shape).to_dict()["num_hidden_layers"] == shape["num_hidden_layers"]
 
 
-def test_llama3_means_llama_3_1_8b() -> None:
-    cfg = compose("train-gate", ["model=llama3"])
-    assert cfg.model.path == "meta-llama/Llama-3.1-8B"
-    assert cfg.data.seq_len == 65536
-    assert cfg.model.architecture is not None
-    assert cfg.model.architecture["rope_parameters"]["factor"] == 8.0
-
-
 @pytest.mark.parametrize("presets", options("model/presets"))
 def test_presets_are_complete(presets: str) -> None:
     given = yaml.safe_load((CONF / f"model/presets/{presets}.yaml").read_text())
     inherited = yaml.safe_load((CONF / "model/presets/long.yaml").read_text()) if "defaults" in given else {}
     assert {*given, *inherited} - {"defaults"} == {item.name for item in fields(ModelPresets)}
-
-
-def test_sizes_follow_the_model() -> None:
-    tiny, llama = (compose("eval", [f"model={m}"]) for m in ("tiny", "llama3"))
-    assert isinstance(tiny, schemas.EvalRunConfig)
-    assert isinstance(llama, schemas.EvalRunConfig)
-    assert (tiny.model.presets.probes, tiny.model.presets.recent, tiny.eval.needle.lengths) == (2, 256, [4096])
-    assert (llama.model.presets.probes, llama.model.presets.recent, llama.eval.needle.lengths) == (32, 2047, [65536])
-    assert llama.eval.needle.probes == [0, 4, 16, 32]
 
 
 @pytest.mark.slow
@@ -127,12 +110,6 @@ def test_every_option_composes(group: str) -> None:
         assert compose("finetune" if whole else command, [f"{group}={option}", *path, *whole])
 
 
-@pytest.mark.parametrize("command", WITH_A_MODEL)
-def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
-    cfg = compose(command, ["experiment=demo"])
-    assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 3072)
-
-
 @pytest.mark.parametrize(
     ("command", "override", "says"),
     [
@@ -141,40 +118,27 @@ def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
         ("train-gate", "gate.loss=mze", "did you mean mse?"),
         ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: accepted with gate.phase=decode alone"),
         ("train-gate", "gate.q_pool=[avg,avg]", "each once"),
-        ("train-gate", "train.steps=0", "train.steps=0: in [1, 1e7]"),
         ("train-gate", "train.steps=many", "train.steps='many': accepted is an integer"),
         ("train-gate", "train.micro_batch_size=3", "a multiple of train.micro_batch_size=3"),
-        ("train-gate", "device=cdua", "did you mean cuda?"),
         ("train-gate", "name=a/b", "name=a/b: a folder name"),
         ("train-gate", "+train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
         ("train-gate", "~model.architecture", "model.init=random"),
         ("eval", "select.sparsity=1.0", "select.sparsity=1.0: in [0, 1)"),
         ("eval", "eval.perplexity.sparsities=[0.5,-0.1]", "each in [0, 1)"),
         ("eval", "eval.tasks=[neddle]", "did you mean needle?"),
-        ("eval", "probes=-1", "probes=-1: null, or in [0, 1e6]"),
         ("eval", "keys=0.7", "keys=0.7: null, or in [0.001, 0.5]"),
         ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0.0]: each in [0.001, 0.5]"),
         ("generate", "keys=0.05 probes=2", "keys=0.05: accepted is null with probes=2"),
-        ("generate", "max_new_tokens=0", "max_new_tokens=0"),
-        ("fit-kmeans", "kmeans.num_buckets=0", "kmeans.num_buckets=0: in [1, 1e6]"),
-        ("train-qmodel", "qmodel.heads=kvv", "did you mean kv?"),
         ("bench", "op=bucket_mas", "did you mean bucket_mass?"),
         ("bench", "bench.lengths=[0]", "bench.lengths=[0]: null, or each in [1, 1e9]"),
-        ("bench", "bench.lengths=[]", "bench.lengths=[]: one or more"),
         ("bench", "bench.heads=[8,3]", "the first a multiple of the second"),
         ("bench", "bench.head_size=100", "a multiple of 8 up to 256"),
-        ("bench", "bench.batch=0", "bench.batch=0: in [1, 1e6]"),
-        ("bench", "bench.sparsities=[1.0]", "each in [0, 1)"),
         ("bench", "bench.queries=[17]", "each in [1, 16]"),
         ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
         ("bench", "bench.kernels=[3,x3]", "each as in 6x11"),
-        ("bench", "bench.peers=[flahs]", "did you mean flash?"),
         ("bench", "bench.dtype=float64", "accepted are auto, float32"),
-        ("bench", "bench.direction=backwards", "did you mean backward?"),
         ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
         ("bench", "op=conv_attention bench.softcap=50", "conv_attention cannot cap scores"),
-        ("bench", "bench.softcap=0", "bench.softcap=0.0: null, or in [1e-3, 1e6]"),
-        ("bench", "+bench.dtipe=float32", "unknown key bench.dtipe (did you mean bench.dtype?)"),
     ],
 )
 def test_bad_values_are_named(command: str, override: str, says: str) -> None:
@@ -196,35 +160,3 @@ def test_every_schema_is_frozen() -> None:
     classes = [c for c in vars(schemas).values() if isinstance(c, type) and is_dataclass(c)]
     assert len(classes) > 10
     assert all(c.__dataclass_params__.frozen for c in classes)  # pyrefly: ignore[missing-attribute]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=-1",
-        "seed=4294967296",
-        "outputs=",
-        "name=..",
-        "train.lr=.inf",
-        "train.weight_decay=.nan",
-        "train.warmup_steps=-3",
-        "train.max_grad_norm=-1",
-        "train.beta2=1.0",
-        "data.path=book.txt",
-    ],
-)
-def test_values_out_of_range_name_their_key(override: str) -> None:
-    with pytest.raises(UserError) as error:
-        compose("train-gate", [override])
-    assert str(error.value).startswith(override.partition("=")[0])
-    assert "\n" not in str(error.value)
-
-
-def test_commands_that_write_artifacts() -> None:
-    assert [name for name, command in COMMANDS.items() if command.trains] == [
-        "train-gate",
-        "fit-kmeans",
-        "train-qmodel",
-        "finetune",
-        "train-mta",
-    ]

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from msattn.trainer import models
 from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
-from msattn.trainer.evaluate.analysis.queries import SHARES, Window, counts_of, query_batches, query_positions
+from msattn.trainer.evaluate.analysis.queries import SHARES, Window, query_batches, query_positions
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
@@ -26,7 +25,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import top_buckets
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
-from tests.running import exit_code, succeed
+from tests.running import succeed
 
 LENGTH, HEADS, GROUP, SIZE, BUCKETS = 96, 2, 3, 8, 8
 WINDOW_KEYS = Window(sink=1, recent=8)
@@ -57,34 +56,6 @@ def share_counted(share: float, total: int) -> int:
     return max(1, math.ceil(round(share * total, 9)))
 
 
-@given(st.sampled_from(SHARES), st.integers(1, 10**6))
-@settings(max_examples=200, deadline=None)
-def test_counts_are_rounded_up(share: float, total: int) -> None:
-    count = counts_of((share,), torch.tensor([total]))[0, 0].item()
-    assert count == share_counted(share, total)
-
-
-def test_positions_see_keys_outside_the_window() -> None:
-    positions = query_positions(LENGTH, WINDOW_KEYS, 7)
-    assert len(positions) == 7
-    assert (positions[0], positions[-1]) == (LENGTH // 2, LENGTH - 1)
-    assert query_positions(10, WINDOW_KEYS, 7).tolist() == [9]
-    assert len(far_keys(9)) == 1
-
-
-def test_batches_hold_all_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, positions = layer_inputs(), query_positions(LENGTH, WINDOW_KEYS, 7)
-    monkeypatch.setattr("msattn.trainer.evaluate.analysis.queries.BATCH_SCORES", 2 * GROUP * LENGTH)
-    batches = list(query_batches(x, 1, positions, WINDOW_KEYS))
-    assert [len(each.positions) for each in batches] == [2, 2, 2, 1]
-    assert torch.cat([each.positions for each in batches]).equal(positions)
-    assert torch.cat([torch.arange(7)[each.rows] for each in batches]).tolist() == list(range(7))
-    for each in batches:
-        for row, position in enumerate(each.positions.tolist()):
-            assert each.visible[row].nonzero().flatten().tolist() == list(range(position + 1))
-            assert each.far[row].nonzero().flatten().tolist() == list(far_keys(position))
-
-
 def test_principal_plane_against_covariance() -> None:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(40, SIZE, generator=generator, dtype=torch.float64) * torch.arange(1, SIZE + 1) + 3
@@ -97,24 +68,6 @@ def test_principal_plane_against_covariance() -> None:
     assert bool(((keys.mean(0) - mean) @ axes >= 0).all())
 
 
-def test_planes_tell_opposite_clouds() -> None:
-    x = layer_inputs()
-    apart = replace(x, k=x.k.abs() + 1, q=-x.q.abs() - 1)
-    measured = planes.Planes(heads=[1, 0], seed=0)
-    measured.add(apart)
-    before, after = measured.rows(LENGTH)
-    assert (before.setting, after.setting) == ("before RoPE", "after RoPE")
-    assert after.score < -0.9 < -0.5 < before.score
-    assert after.extra["negative_products"] == 1.0
-    assert 0.4 < before.extra["negative_products"] < 0.6
-    assert np.array(after.extra["heads"]).shape == (1, 2)
-    (picture,) = after.extra["planes"]
-    assert (picture["layer"], picture["head"]) == (0, 1)
-    assert len(picture["keys"]) == len(picture["queries"]) == LENGTH - 1
-    assert len(picture["sink_queries"]) == GROUP
-    assert min(x for x, _ in picture["keys"]) > 0 > max(x for x, _ in picture["queries"])
-
-
 def test_deviation_and_imbalance_by_hand() -> None:
     counts = bucket_sizes.bucket_counts(torch.tensor([[0, 0, 0, 1], [2, 2, 2, 2]]), 4)
     assert counts.tolist() == [[3, 1, 0, 0], [0, 0, 4, 0]]
@@ -123,26 +76,6 @@ def test_deviation_and_imbalance_by_hand() -> None:
     by_hand = [math.sqrt(((0.75 - 0.25) ** 2 + 0 + 2 * 0.25**2) / 4) * 4, math.sqrt((0.75**2 + 3 * 0.25**2) / 4) * 4]
     assert bucket_sizes.deviation(counts, uniform).tolist() == pytest.approx(by_hand)
     assert bucket_sizes.deviation(3 * counts, counts).tolist() == pytest.approx([0, 0])
-
-
-def test_samples_are_of_one_size_and_of_their_kind() -> None:
-    training = torch.full((HEADS, 50), 7)
-    heldout = (torch.arange(3)[:, None] * 1000 + torch.arange(64)).expand(HEADS, 3, 64)  # prompt and position
-    found: dict[str, list[Tensor]] = {}
-    for way, buckets in bucket_sizes.samples(training, heldout, seed=0):
-        found.setdefault(way, []).append(buckets)
-    assert {way: len(each) for way, each in found.items()} == {
-        "training text": 10,
-        "held-out text": 10,
-        "one prompt": 3,
-        "one range of positions": 8,
-    }
-    assert {tuple(each.shape) for several in found.values() for each in several} == {(HEADS, 24)}
-    assert all(each.unique().tolist() == [7] for each in found["training text"])
-    assert [set((each // 1000).flatten().tolist()) for each in found["one prompt"]] == [{0}, {1}, {2}]
-    for number, each in enumerate(found["one range of positions"]):
-        assert set((each % 1000 // 8).flatten().tolist()) == {number}
-        assert len(each[0].unique()) == 24  # without replacement
 
 
 def test_deviation_finds_drift_with_the_position() -> None:
@@ -294,12 +227,6 @@ def test_layers_that_a_router_does_not_hold_are_left_out() -> None:
     assert task.compared_sizes([method], 0) == [method]
 
 
-def test_default_layers() -> None:
-    assert task.chosen_layers(None, list(range(32))) == [0, 10, 21, 31]
-    assert task.chosen_layers(None, [5, 11]) == [5, 11]
-    assert task.chosen_layers([5, 1, 5], list(range(32))) == [1, 5]
-
-
 SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]
 SMALL += ["eval.analysis.num_chunks=2", "eval.analysis.layers=[1,4]", "eval.analysis.buckets=[8]"]
 SMALL += ["data.source=text", "data.path=text", "data.heldout_path=heldout.txt"]
@@ -344,14 +271,6 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
     assert "top 10%" in (folder / "results.csv").read_text().splitlines()[0]
 
 
-@pytest.mark.usefixtures("text")
-def test_a_layer_that_the_model_lacks_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("eval", *SMALL, "eval.analysis.layers=[1,6]") == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert "eval.analysis.layers=[1, 6]: accepted are 0 to 5, as the model has 6 layers" in error
-    assert "Traceback" not in error
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -369,20 +288,3 @@ def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> Non
     )
     with pytest.raises(UserError, match=message):
         task.check_sizes(cfg, models.load(cfg.model, device="cpu"), ComparedMethods([], []))
-
-
-def test_empty_lists_are_refused() -> None:
-    with pytest.raises(UserError, match=r"eval\.analysis\.heads=\[\]: one or more, or null"):
-        AnalysisConfig(heads=[])
-
-
-def test_few_or_too_many_training_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
-    with pytest.raises(
-        UserError, match=r"eval\.analysis\.length=64: the training text gives 63 keys, fewer than the 64 buckets"
-    ):
-        partitions.check_num_keys(loaded, 64, count=63, largest=64, num_layers=2)
-    partitions.check_num_keys(loaded, 64, count=64, largest=64, num_layers=2)
-    monkeypatch.setattr(partitions, "free_memory", lambda: 10**9)
-    with pytest.raises(UserError, match=r"2 layers: their training keys take 2\.0 GB of memory, 1\.0 GB are free"):
-        partitions.check_num_keys(loaded, 64, count=10**6, largest=64, num_layers=2)

@@ -1,6 +1,5 @@
 """``eval`` and ``generate`` with decode gates: rows beside other routers, shares of the keys, and what decodes."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
 from tests.evaluate.runs import config, kept_rows
 from tests.evaluate.test_routers import measured_on_a_chunk
-from tests.running import succeed
 from tests.test_bad_input import text as words
 
 BLOCK = 16
@@ -153,29 +151,6 @@ def test_one_router_decodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """train-gate, eval and generate, one after the other."""
-    monkeypatch.chdir(tmp_path)
-    for name, word in (("text.txt", "word"), ("heldout.txt", "term")):
-        Path(name).write_text(words(6000, word))
-    Path("prompt.txt").write_text(words(600))
-    common = ["tracker=none", "device=cpu"]
-    data = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt", "data.seq_len=512"]
-    sizes = ["recent=64", "eval.recall.num_chunks=1", "eval.recall.num_queries=8", "eval.baselines=[]", "eval.routers=[]"]
-    prompt = ["--prompt-file", "prompt.txt", "max_new_tokens=4", "dense_below=0", "artifacts.decode_gate=outputs/tiny/base"]
-    for arguments in (
-        ["train-gate", "gate=decode", "train.steps=2", "train.batch_size=1", "gate.queries=64", *data],
-        ["eval", "eval=recall", *data, *sizes],
-        ["generate", "keys=128", *prompt],
-        ["generate", "threshold=0.05", *prompt],
-    ):
-        succeed(*arguments, *common)
-    results = json.loads(Path("outputs/tiny/base/eval/results.json").read_text())
-    assert "decode gate" in {row["method"] for row in results["rows"]}
-    assert results["artifacts"]["decode_gate"]["kind"] == "decode_gate"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "overrides", "says"),
     [
@@ -194,12 +169,3 @@ def test_settings_out_of_range_are_refused(command: str, overrides: list[str], s
     with pytest.raises(UserError) as refused:
         compose(command, overrides)
     assert says in str(refused.value)
-
-
-def test_the_settings_of_the_paper_compose() -> None:
-    cfg = compose("train-gate", ["model=llama3", "gate=decode"])
-    assert (cfg.gate.phase, cfg.gate.loss, cfg.gate.k_pool, cfg.gate.block_size) == ("decode", "kl", ["max", "min", "avg"], 64)
-    assert cfg.gate.kind == "decode_gate"
-    assert compose("train-gate", ["gate.phase=decode", "gate.loss=mse"]).gate.loss == "mse"
-    assert compose("train-gate").gate.kind == "gate"
-    assert compose("generate", ["keys=2048"]).routing["keys"] == 2048

@@ -200,19 +200,6 @@ def test_lengths(folder: Path, loaded: Loaded) -> None:
     assert measure(settings(folder, "made"))["dense", "", "made/64"]["samples"] == 3  # the task's own length
 
 
-def test_tasks_that_take_one_length_as_text(folder: Path) -> None:
-    made_task(folder)
-    cfg = settings(folder, "made", "babilong_one", lengths=[1024], sparsities=[0.8])
-    architecture = {**(cfg.model.architecture or {}), "max_position_embeddings": 2048}
-    found = measure(replace(cfg, model=replace(cfg.model, architecture=architecture)))
-    assert found["dense", "", "babilong_one/1024"]["score"] == 1
-    assert found["dense", "", "made/1024"]["score"] == 1.024
-    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=200: babilong_one accepts multiples of 1024$"):
-        evaluate(settings(folder, "babilong_one", lengths=[200]))
-    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=257: the model has positions for 256 tokens; "):
-        evaluate(settings(folder, "made", lengths=[64, 257]))
-
-
 def test_documents_longer_than_the_positions_are_read_in_windows(folder: Path, loaded: Loaded) -> None:
     text = TEXT * 30
     tokens = loaded.tokenizer(text).input_ids
@@ -262,24 +249,8 @@ def no_function(folder: Path) -> None:
     write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, process_docs="!function gone.docs")
 
 
-def code(folder: Path) -> None:
-    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, unsafe_code=True)
-
-
-def images(folder: Path) -> None:
-    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, doc_to_image="text")
-
-
 def no_yaml(folder: Path) -> None:
     (folder / "task.yaml").write_text("task: task\ndataset_path: [json\noutput_type: x\n")
-
-
-def no_include(folder: Path) -> None:
-    (folder / "task.yaml").write_text("task: task\ninclude: gone.yaml\n")
-
-
-def no_name(folder: Path) -> None:
-    write_task(folder, "tasks", [{"text": "x", "target": "x"}], **GENERATED)
 
 
 @pytest.mark.parametrize(
@@ -296,11 +267,7 @@ def no_name(folder: Path) -> None:
         (no_data, r"eval\.harness\.tasks=task: Unable to find '.*task\.jsonl'"),
         (no_column, r"eval\.harness\.tasks=task: .*'text' is undefined"),
         (no_function, r"eval\.harness\.tasks=task: .*'gone'"),
-        (code, r"eval\.harness\.tasks=task: the task runs code that the model writes; "),
-        (images, r"eval\.harness\.tasks=task: the task has images or sound; accepted are tasks of text"),
         (no_yaml, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*/task\.yaml, line 3: "),
-        (no_include, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*/task\.yaml: .*gone\.yaml"),
-        (no_name, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*include_path \(did you mean tasks\?\)$"),
     ],
 )
 def test_mistakes_of_tasks(
@@ -371,21 +338,22 @@ def test_mistakes_without_lm_eval(
     assert line.startswith(f"msattn: {message}")
 
 
-@pytest.mark.slow
-def test_an_unknown_task_beside_all_of_lm_eval(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    assert exit_code_of_harness("eval.harness.tasks=[infinitebench_pass_key]") == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1] == (
-        "msattn: eval.harness.tasks=infinitebench_pass_key: no such task of lm_eval, and none in eval.harness.include_path "
-        "(did you mean infinitebench_passkey?)"
-    )
-
-
 def test_the_main_metric() -> None:
     result: dict[str, Any] = {"alias": "x", "sample_len": 3, "acc_stderr,none": 0.1, "em,none": "N/A", "f1,strict": 0.5}
     assert main_metric(result) == ("f1", "strict", 0.5)
     assert main_metric({"64,none": -1.0, "128,none": 0.5}, 128) == ("128", "none", 0.5)
     with pytest.raises(UserError, match=r"^eval\.harness: the task x has no metric with a number$"):
         main_metric({"alias": "x"})
+
+
+def test_tasks_that_take_one_length_as_text(folder: Path) -> None:
+    made_task(folder)
+    cfg = settings(folder, "made", "babilong_one", lengths=[1024], sparsities=[0.8])
+    architecture = {**(cfg.model.architecture or {}), "max_position_embeddings": 2048}
+    found = measure(replace(cfg, model=replace(cfg.model, architecture=architecture)))
+    assert found["dense", "", "babilong_one/1024"]["score"] == 1
+    assert found["dense", "", "made/1024"]["score"] == 1.024
+    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=200: babilong_one accepts multiples of 1024$"):
+        evaluate(settings(folder, "babilong_one", lengths=[200]))
+    with pytest.raises(UserError, match=r"^eval\.harness\.lengths=257: the model has positions for 256 tokens; "):
+        evaluate(settings(folder, "made", lengths=[64, 257]))

@@ -28,12 +28,10 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import decoding, latency
 from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.latency import LatencyRun, break_even
-from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
+from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache_layers import BucketLayer
-from tests.evaluate.named import named
 from tests.factory import tiny_architecture
 
 BUCKETS = 4
@@ -151,41 +149,6 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     assert (graph.ratio_to_dense, graph.extra["device_tokens_per_s"]) == (None, 20)
 
 
-@pytest.mark.slow
-def test_failing_methods_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    measure = latency.measure
-
-    def fails(model, ids, *others) -> LatencyRun:
-        if ids.shape[1] == 240:
-            raise torch.OutOfMemoryError
-        return measure(model, ids, *others)
-
-    def fails_to_fill(*arguments, **options) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(latency, "measure", fails)
-    monkeypatch.setattr(decoding, "random_dynamic_cache", fails_to_fill)
-    folder = evaluate(config(tmp_path))
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    assert {row["extra"]["length"] for row in rows if row["task"] == "latency"} == {96}
-    assert {row["method"] for row in rows if row["task"] == "decoding"} == {
-        "dense, SDPA", "dense, same cache and graphs", "classifier, untrained"
-    }  # fmt: skip
-    shown = capsys.readouterr().out
-    assert "dense, SDPA at 240 tokens: not timed: out of memory" in shown
-    assert "dense, SDPA at 240 tokens, chunks of 100: not timed: out of memory" in shown
-    assert "dense, transformers after 128 keys: not timed: out of memory" in shown
-
-
-def test_unavailable_backends_give_the_reason() -> None:
-    with pytest.raises(BackendUnavailable, match="no such SDPA backend"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
-        raise RuntimeError("No available kernel. Aborting execution.")  # the message of PyTorch
-    with pytest.raises(BackendUnavailable, match="out of memory"), use_backend(None):
-        raise torch.OutOfMemoryError
-    with pytest.raises(RuntimeError, match="something else"), use_backend(None):
-        raise RuntimeError("something else")
-
-
 def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
@@ -245,17 +208,6 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
     assert lengths == [each for each in 2 * passes for _ in range(2)], "a warm-up and a prompt, in two layers"
 
 
-def test_phase_times_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 3.0, 10.0, 10.5])
-    monkeypatch.setattr("msattn.trainer.models.timing.time.perf_counter", lambda: next(clock))
-    timer = PhaseTimer(torch.device("cpu"))
-    for _ in range(2):
-        with timer.measure("attention"):
-            pass
-    assert timer.seconds("attention") == 2.5
-    assert timer.seconds("selection") is None
-
-
 def test_user_errors(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     with pytest.raises(UserError, match="length=512 of eval"):
@@ -275,11 +227,10 @@ def test_user_errors(tmp_path: Path) -> None:
             DecodingConfig(**{key: value})
 
 
-def test_summary_keys_contain_length_and_batch() -> None:
-    from msattn.trainer.evaluate.run import summary
-
-    row = EvalRow("latency", named("gate"), "sparsity 0.9", 2.0, "seconds to the first token", extra={"length": 1024})
-    decoded = [
-        EvalRow("decoding", named("x"), "", float(b), "tokens a second", extra={"length": 9, "batch": b}) for b in (1, 6)
-    ]
-    assert summary([row, *decoded]) == {"latency/1024/gate/sparsity 0.9": 2.0, "decoding/9/x": 1.0, "decoding/9x6/x": 6.0}
+def test_unavailable_backends_give_the_reason() -> None:
+    with pytest.raises(BackendUnavailable, match="no such SDPA backend"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
+        raise RuntimeError("No available kernel. Aborting execution.")  # the message of PyTorch
+    with pytest.raises(BackendUnavailable, match="out of memory"), use_backend(None):
+        raise torch.OutOfMemoryError
+    with pytest.raises(RuntimeError, match="something else"), use_backend(None):
+        raise RuntimeError("something else")

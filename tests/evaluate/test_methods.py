@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from msattn.trainer import artifacts, data, models
+from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, PerplexityConfig, SelectConfig, TopKConfig
+from msattn.trainer.config import EvalRunConfig, SelectConfig, TopKConfig
 from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
@@ -57,27 +57,6 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     names = [str(method.method) for method in _block_selections(cfg, found)]
     assert names == ["gate", "gate, top-k", "gate (embedded)", "quest"]
     assert [str(method.method) for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
-
-
-def test_named_artifacts(trained: Path, text: str) -> None:
-    """A given k-means is compared with the k-means of this name; a given gate replaces the gate of this name."""
-    cfg = config(trained, text)
-    loaded, folder = models.load(cfg.model, device="cpu"), trained / "rand" / "base"
-    own = artifacts.read(folder / "kmeans")
-    facts = {key: own.manifest[key] for key in ("model", "data", "seed", "metrics")}
-    details = {"layers": [0, 1], "rope": True}
-    roped = artifacts.write(
-        trained / "rand" / "roped" / "kmeans", kind="kmeans", tensors=own.tensors, config={}, details=details, **facts
-    )
-    for named, names in (
-        (ArtifactsConfig(), ["k-means"]),
-        (ArtifactsConfig(gate=str(folder / "gate"), kmeans=str(folder / "kmeans")), ["k-means"]),
-        (ArtifactsConfig(kmeans=str(roped)), ["k-means", "k-means (named), RoPE"]),
-    ):
-        found = methods.find_methods(replace(cfg, artifacts=named), loaded, torch.device("cpu"))
-        assert [str(routing.method) for routing in found.bucket_routings] == names
-        assert str(found.block_selections[0].method) == "gate"
-        assert [note.split()[1] for note in found.notes] == ["qmodel"]
 
 
 def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
@@ -134,32 +113,6 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     assert other["gate"].selection(select).always.sink_blocks == 3
 
 
-def test_a_note_says_where_a_sparsity_is_out_of_reach(loaded: Loaded, trained: Path, text: str) -> None:
-    cfg = config(trained, text, tasks=["perplexity"], perplexity=PerplexityConfig(160, 3, [0.5, 0.6]))
-    (note,) = calibration.unreachable_notes(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg)
-    read = 1 + 2 + 8 * 3  # of 10 row blocks, which see 55 blocks in all
-    assert note.startswith("160 tokens: every row reads its own block, the first 1 and the 1 before its own, so at most")
-    assert f" {100 * (1 - read / 55):.1f} % " in note
-    assert note.endswith("at sparsity 0.6.")
-    everything = replace(cfg, select=replace(cfg.select, sink_blocks=0, local_blocks=0))
-    assert calibration.unreachable_notes(methods.find_methods(everything, loaded, torch.device("cpu")), everything) == []
-
-
-@pytest.mark.slow
-def test_rows_of_calibrated_baselines_keep_their_names(tmp_path: Path, text: str) -> None:
-    cfg = config(tmp_path, text, tasks=["perplexity", "recall"], baselines=["quest"])
-    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
-    rows = json.loads((evaluate(cfg) / "results.json").read_text())["rows"]
-    settings = {(row["task"], row["setting"]) for row in rows if row["method"] == "quest"}
-    assert settings == {(task, f"sparsity {s}") for task in ("perplexity", "recall") for s in ("0", "0.6")}
-
-
-def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
-    cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
-    block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
-    assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
-
-
 def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
     evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
@@ -175,3 +128,9 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     assert [row["setting"] for row in rows] == [multiscale, whole]
     assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)  # short rows round their shares
     assert rows[0]["score"] != rows[1]["score"]
+
+
+def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
+    cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
+    block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
+    assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]

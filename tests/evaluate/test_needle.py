@@ -38,19 +38,6 @@ def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(load
     assert all(str(loaded.tokenizer.decode(ids[tokens : tokens + 1])).strip().isdigit() for ids in samples.ids)
 
 
-def test_answers_of_other_lengths_are_other_prefills(loaded: Loaded, tmp_path: Path, text: str) -> None:
-    """Each prompt is read whole, so that no part of a question is decoded densely."""
-    cfg = config(tmp_path, text)
-    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
-    prompts = [
-        prompt._replace(answer_tokens=prompt.answer_tokens - number % 2) for number, prompt in enumerate(samples.prompts)
-    ]
-    mixed = replace(samples, prompts=prompts)
-    assert sorted(row for rows, _ in mixed.prefills() for row in rows) == [0, 1, 2, 3]
-    whole = needle.prefill_samples(loaded, samples, lambda: None)
-    assert torch.equal(needle.prefill_samples(loaded, mixed, lambda: None).predicted, whole.predicted)
-
-
 def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_path: Path, text: str) -> None:
     """Queries of a block share their keys, so an answer that is read in one pass with its prompt would help to find itself."""
     cfg = config(tmp_path, text)

@@ -12,7 +12,7 @@ from msattn.trainer import models
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import calibration, needle, perplexity, ruler
+from msattn.trainer.evaluate import needle, perplexity, ruler
 from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.perplexity import PerplexityRun
@@ -127,42 +127,6 @@ def test_what_cannot_be_resumed_is_refused_and_stays(content: str, message: str,
     assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
 
 
-@pytest.mark.slow
-def test_other_artifacts_are_other_settings(trained: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config(trained, text, tasks=["perplexity"], baselines=[])
-    monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate(cfg)
-    path = cfg.folder / "eval.partial"
-    settings, *rows = map(json.loads, path.read_text().splitlines())
-    assert [row["key"] for row in rows]
-    assert settings["hash.gate"]
-    path.write_text(json.dumps({**settings, "hash.gate": "0"}) + "\n")
-    with pytest.raises(UserError, match=r"hash\.gate=0, not "):
-        evaluate(replace(cfg, resume=True))
-    path.unlink()
-
-
-def test_other_settings_are_refused_before_the_calibrations(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["random"])
-    cfg.folder.mkdir(parents=True)
-    (cfg.folder / "eval.partial").write_text('{"seed": 1}\n')
-    monkeypatch.setattr(calibration, "calibrate_selections", lambda *_: 1 / 0)
-    with pytest.raises(UserError, match="has seed=1, not 0"):
-        evaluate(replace(cfg, resume=True))
-
-
-@pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])
-def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, lines: int
-) -> None:
-    cfg = replace(config(tmp_path, "unused", tasks=[task]), data=DataConfig(None, seq_len=160))
-    monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate(cfg)
-    assert len(re.findall(r"eval reads .*standard library, as no text was chosen; --data ", capsys.readouterr().err)) == lines
-
-
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("one text")
     (tmp_path / "hay.txt").write_text("words")
@@ -199,3 +163,14 @@ def test_ctrl_c_says_how_many_rows_are_kept(
     assert re.search(r"Perplexity of held-out text.*random +sparsity 0\.5.*sparsity 0\.8", out, re.DOTALL)
     succeed(*command, "resume=true")
     assert len(calls) == 4 + 1 + 4  # dense attention again, and 4 of the 6 other rows
+
+
+@pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])
+def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, lines: int
+) -> None:
+    cfg = replace(config(tmp_path, "unused", tasks=[task]), data=DataConfig(None, seq_len=160))
+    monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(cfg)
+    assert len(re.findall(r"eval reads .*standard library, as no text was chosen; --data ", capsys.readouterr().err)) == lines

@@ -45,18 +45,6 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     assert "never &lt;said&gt;" in page
 
 
-def test_separate_probes_of_query_heads(tmp_path: Path) -> None:
-    path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": "x"})
-    prompts = PromptsConfig(path, max_new_tokens=4, independent=True)
-    cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts)
-    model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=4, probes=1))
-    folder = evaluate(replace(cfg, model=model, dense_layers=[]))
-    read = {row["method"]: row["selectivity"] for row in json.loads((folder / "results.json").read_text())["rows"]}
-    assert read.keys() == {"dense", "Quest pages", "Quest pages, independent"}
-    assert 0 < read["Quest pages"] < 1
-    assert 0 < read["Quest pages, independent"] < 1
-
-
 def test_files_and_their_mistakes(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Where?"}]
     path = write(tmp_path / "a.jsonl", {"prompt": "How?", "answer": "So."}, {"messages": messages, "answer": "Here."})
@@ -99,3 +87,15 @@ def test_the_share_of_equal_tokens() -> None:
     assert share_of_equal_tokens([1, 2, 3], [1, 2, 4, 5]) == 0.5
     assert share_of_equal_tokens([1, 2], [1, 2, 3, 4]) == 0.5
     assert share_of_equal_tokens([7], []) == 1
+
+
+def test_separate_probes_of_query_heads(tmp_path: Path) -> None:
+    path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": "x"})
+    prompts = PromptsConfig(path, max_new_tokens=4, independent=True)
+    cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts)
+    model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=4, probes=1))
+    folder = evaluate(replace(cfg, model=model, dense_layers=[]))
+    read = {row["method"]: row["selectivity"] for row in json.loads((folder / "results.json").read_text())["rows"]}
+    assert read.keys() == {"dense", "Quest pages", "Quest pages, independent"}
+    assert 0 < read["Quest pages"] < 1
+    assert 0 < read["Quest pages, independent"] < 1

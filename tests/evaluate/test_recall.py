@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import ArtifactsConfig
-from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import calibration, methods, needle, perplexity, recall
 from msattn.trainer.evaluate.row import WINDOW
-from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.loading import Loaded
@@ -55,19 +53,6 @@ def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_p
             shares.append(sparse.stats()["recall"])
     assert len(set(shares)) == row.samples == 2
     assert row.recall == pytest.approx(sum(shares) / 2)
-
-
-def test_recall_of_a_method_does_not_depend_on_other_methods(loaded: Loaded, tmp_path: Path, text: str) -> None:
-    """Every method reads the inputs of the dense model."""
-    cfg = config(tmp_path, text)
-    found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
-    rows = recall.run(loaded, cfg, found, Progress(disable=True))
-    alone = recall.run(loaded, cfg, replace(found, block_selections=found.block_selections[-1:]), Progress(disable=True))
-    by_name = {(str(row.method), row.setting): row for row in rows}
-    assert [row.score for row in alone] == [by_name[str(row.method), row.setting].score for row in alone]
-    heads = torch.tensor(alone[-1].extra["heads"])
-    assert heads.shape == (2, 4)
-    assert alone[-1].score == pytest.approx(heads.mean().item(), abs=1e-6)
 
 
 def test_probes_of_each_query_head(trained: Path, text: str) -> None:
@@ -158,10 +143,3 @@ def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) 
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
     rows = recall.run(loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found, Progress(disable=True))
     assert [(str(row.method), row.setting) for row in rows] == [(str(WINDOW), "0 probes")]
-
-
-def test_recall_needs_more_keys_than_the_window(trained: Path, text: str) -> None:
-    cfg = config(trained, text)
-    short = replace(cfg, recent=cfg.eval.recall.length)
-    with pytest.raises(UserError, match=r"eval\.recall\.length"):
-        evaluate(replace(short, eval=replace(short.eval, tasks=["recall"])))

@@ -12,14 +12,12 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import DataConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
-from tests.running import SHAPE, TEXTS, WORDS, succeed, write_texts
+from tests.running import SHAPE, WORDS, succeed, write_texts
 
 SENTENCE = "The heron left the mill before anyone had thought of the river again. "
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
 TOY = ["model.init=random", *SHAPE]
 TOY += ["device=cpu", "dtype=float32", "tracker=none"]
-RULER = ["eval.ruler.samples=1", "eval.ruler.tasks=[niah_single_1]"]
-NEEDLE = ["eval.needle.samples=1", "eval.needle.depths=[0.5]"]
 
 
 @pytest.fixture
@@ -77,15 +75,6 @@ def test_the_teacher_has_twice_its_positions_with_yarn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_start")
-def test_the_teacher_is_measured_with_yarn_on_a_toy_model(folder: Path) -> None:
-    short = ["model.architecture.max_position_embeddings=256", "data.seq_len=512", "model.presets.eval_chunks=1"]
-    succeed("eval", "experiment=teacher_yarn", *TOY, *TEXTS, *short, *RULER, *NEEDLE)
-    found = {(row["task"], row["method"]): row["extra"]["length"] for row in rows(folder / "teacher/yarn")}
-    assert found == {(task, "dense"): 512 for task in ("perplexity", "needle", "ruler")}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "lengths"),
     [
@@ -100,21 +89,3 @@ def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(overrides: list[
     cfg = compose("eval", ["eval=table", *overrides])
     assert cfg.eval.ruler.lengths == lengths
     assert cfg.eval.key_shares == [0.02, 0.05, 0.1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_start")
-def test_the_table_of_a_toy_model(folder: Path) -> None:
-    sizes = ["data.seq_len=512", "eval.ruler.lengths=[480,512]", "recent=4", "dense_layers=[]"]
-    sizes += ["model.presets.eval_chunks=1", "model.presets.num_buckets=64"]
-    speed = ["eval.latency.lengths=[128]", "eval.latency.seconds=0.01", "eval.decoding.lengths=[128]", "eval.decoding.tokens=2"]
-    fewer = [f"eval.{task}.sparsities=[0.8]" for task in ("perplexity", "needle", "ruler", "latency")]
-    succeed("eval", "eval=table", *TOY, *TEXTS, *sizes, *RULER, *NEEDLE, *speed, *fewer, "eval.routers=[window,quest]")
-    found = rows(folder / "tiny/base")
-    assert {row["task"] for row in found} == {"perplexity", "needle", "ruler", "latency", "decoding"}
-    assert {row["extra"]["length"] for row in found if row["task"] == "ruler"} == {480, 512}
-    routed = [row for row in found if row["method"] in ("sink and window", "Quest pages")]
-    assert {row["task"] for row in routed} == {"needle", "ruler", "decoding"}
-    assert {row["setting"] for row in routed} == {"about 5 % of keys", "about 10 % of keys"}
-    for method in ("oracle", "quest", "vertical_slash", "mean_pool", "a_shape", "random"):
-        assert {row["task"] for row in found if row["method"] == method} >= {"perplexity", "needle", "ruler"}

@@ -17,7 +17,7 @@ from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
-from msattn.trainer.evaluate.report import plots, speed, style, tables
+from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.examples import examples
 from msattn.trainer.evaluate.report.page import page
@@ -182,17 +182,6 @@ def test_figures_without_data_are_left_out(tmp_path: Path, rows: list[EvalRow], 
     assert report.write(tmp_path, rows[:1], about) == {}  # dense alone is a number, not a curve
 
 
-def test_the_page_has_its_sections_in_order(rows: list[EvalRow], about: report.Context) -> None:
-    text = page(rows, asdict(about), {})
-    headings = re.findall("<h2>(.*?)</h2>", text)
-    assert headings[:2] == ["Verdict", "Example answers"]
-    assert [each.split(":")[0] for each in headings[2:]] == [
-        "Perplexity of held-out text", "Attention mass read", "Needles in a haystack",
-    ]  # fmt: skip
-    assert text.index("Against the best method") < text.index("No qmodel here.") < text.index("Example answers")
-    assert text.index("<details><summary>Versions, hashes and configuration") > text.rindex("<h2>")
-
-
 def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Context) -> None:
     text = page(rows, asdict(about), {})
     assert "✗ &lt;script&gt;alert(1)&lt;/script&gt;" in text
@@ -205,30 +194,6 @@ def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes() -> No
     own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
     text = examples([EvalRow("prompts", named("dense"), "", 1.0, "answers", extra={"examples": [own]})])
     assert "What&#x27;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text
-
-
-def test_examples_show_each_method_once_and_need_no_expected_answer() -> None:
-    own = [{"prompt": "Why?", "expected": "", "answer": answer, "correct": False} for answer in ("so", "because")]
-    dense = EvalRow("prompts", named("dense"), "", 0.0, "agreement", extra={"examples": own[:1]})
-    more = EvalRow("prompts", named("gate"), "sparsity 0.5", 0.0, "agreement", selectivity=0.5, extra={"examples": own[:1]})
-    less = EvalRow("prompts", named("gate"), "sparsity 0.9", 0.0, "agreement", selectivity=0.1, extra={"examples": own[1:]})
-    text = examples([dense, more, less])
-    assert re.findall('<td class="text">(.*?)</td>', text) == ["dense", "", "so", "gate", "sparsity 0.9", "because"]
-    assert "Expected" not in text
-    assert examples([]) == ""
-
-
-@pytest.mark.slow
-def test_figures_of_what_is_read(tmp_path: Path) -> None:
-    heads = [{"layer": 3, "head": 1, "maps": [[[1.0, None], [0.5, 0.5]]] * 3}]
-    maps = {"maps": {"method": "gate", "setting": "sparsity 0.5", "heads": heads}}
-    read = {"keys": 0.5, "mass": 0.9, "bins": [0.0, 1.0]}
-    decoded = {"layer": 3, "head": 0, "keys": 64, "mass": [0.1, 0.9], "reads": {"k-means": read}, "setting": "1 probe"}
-    row = recall_row("gate", 0.9, 0.5)
-    rows = [replace(row, extra=row.extra | maps | {"decoded": decoded}), recall_row("random", 0.5, 0.5)]
-    figures = plots.draw(rows, tmp_path)
-    assert "layer 3, head 1" in figures["recall_maps"].with_suffix(".svg").read_text()
-    assert "50% of keys, 90% of mass" in figures["recall_decoded"].with_suffix(".svg").read_text()
 
 
 def speed_rows() -> list[EvalRow]:
@@ -279,33 +244,6 @@ def test_speed_by_length_is_of_one_prompt() -> None:
     assert speed.speed([]) is None
 
 
-def test_many_sparse_lines_become_one_of_each_method() -> None:
-    own = [(0.5, "sparsity 0.5"), (0.1, "sparsity 0.9"), (0.05, "sparsity 0.95"), (0.2, "sparsity 0.8")]
-    rows = [
-        EvalRow("latency", named(method), setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
-        for method in ("gate", "quest")
-        for reads, setting in own
-    ]
-    assert [(str(row.method), row.setting) for row in speed._sparse_rows(rows)] == [
-        ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
-    ]  # fmt: skip
-    assert len(speed._sparse_rows(rows[:4])) == 4
-
-
-def test_tables_show_the_batch_and_drop_speedups_first(about: report.Context) -> None:
-    columns = tables.table([row for row in speed_rows() if row.task == "decoding"])
-    assert columns["batch"][:6] == ["1"] * 5 + ["16"]
-    assert columns["launched by"][:2] == ["generate", "CUDA graph"]
-    for width, has_speedups in ((80, False), (160, True)):
-        console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-        tables.show(speed_rows(), [], console)
-        text = console.export_text()
-        assert "…" not in text
-        assert ("x same cache and graphs" in text) == has_speedups
-    text = page(speed_rows(), asdict(about), {})
-    assert "<h2>Time to the first token" in text
-
-
 @pytest.mark.parametrize("rises", [[0.1, 3.0, 3900.0], [-1.0, -0.5], [5.0, 80.0]])
 def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: list[float]) -> None:
     _, (axes,) = style.subplots(1, 1, (4, 4))
@@ -315,17 +253,6 @@ def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: lis
     assert max(0.0, *(rise for rise in rises if rise < style.HIGHEST_RISE)) < high <= style.HIGHEST_RISE
     shown = [text.get_text() for text in axes.texts]
     assert shown == (["▲ 1 beyond, up to 3,900 %"] if 3900.0 in rises else [])
-
-
-@pytest.mark.parametrize("width", [72, 100, 200])
-def test_terminal_tables_fit(rows: list[EvalRow], about: report.Context, width: int) -> None:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    tables.show(rows, about.notes, console)
-    text = console.export_text()
-    assert "…" not in text
-    for value in ("1.0040", "95.0%", "90.0%", "No qmodel here."):
-        assert value in text
-    assert ("512 MiB" in text) == (width == 200)
 
 
 def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
@@ -354,3 +281,16 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
 
 def test_json_has_null_for_infinity_and_nan() -> None:
     assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
+
+
+def test_many_sparse_lines_become_one_of_each_method() -> None:
+    own = [(0.5, "sparsity 0.5"), (0.1, "sparsity 0.9"), (0.05, "sparsity 0.95"), (0.2, "sparsity 0.8")]
+    rows = [
+        EvalRow("latency", named(method), setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
+        for method in ("gate", "quest")
+        for reads, setting in own
+    ]
+    assert [(str(row.method), row.setting) for row in speed._sparse_rows(rows)] == [
+        ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
+    ]  # fmt: skip
+    assert len(speed._sparse_rows(rows[:4])) == 4

@@ -1,6 +1,5 @@
 """``eval.routers`` and ``eval.key_shares``: training-free routers beside the k-means, at equal shares of the keys."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,22 +10,16 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
 from msattn.trainer.evaluate import decoding, key_shares, methods, needle, perplexity, recall
-from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
+from msattn.trainer.evaluate.key_shares import match_key_shares
 from msattn.trainer.evaluate.methods import add_routers
-from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from tests.evaluate.runs import config, kept_rows
-from tests.running import exit_code, succeed
-from tests.test_bad_input import SMALL_EVAL
 from tests.test_bad_input import text as words
 
 PRESET_BUCKETS = 8
@@ -130,30 +123,6 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
         assert rows[name].selectivity == pytest.approx(sum(shares[name]) / len(shares[name]), rel=1e-4)
 
 
-def test_share_curves_are_the_shares_that_the_kernel_reads(tmp_path: Path, text: str) -> None:
-    cfg = routed_config(tmp_path, text)
-    loaded = models.load(cfg.model, device="cpu")
-    found = routings_of(cfg, loaded).bucket_routings
-    checked = []
-
-    def measure(x: LayerInputs) -> None:
-        dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale)
-        positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
-        for routing in found:
-            curve = share_curve(x, routing)
-            buckets, number = buckets_of_keys(x, routing.router)
-            for probes in (0, 1, 5, PRESET_BUCKETS):
-                chosen = routing.buckets(bucket_scores(x, routing.router, positions, routing.recent), probes)
-                read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
-                assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
-            assert (curve.diff() >= 0).all()
-            assert (curve[-1] == 1) == (str(routing.method) != "LSH")  # which reads no more than the keys that collide
-            checked.append(str(routing.method))
-
-    measured_on_a_chunk(cfg, loaded, measure)
-    assert checked == [NAMES[name] for name in ROUTERS] * 2
-
-
 def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> None:
     cfg = routed_config(tmp_path, text, key_shares=[0.01, 0.3, 1.0])
     loaded = models.load(cfg.model, device="cpu")
@@ -185,52 +154,3 @@ def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
         "3 for 0.1 (reads 0.09); not measured: 0.02"
     ]
     assert (1 + key_shares.FARTHEST) / (1 - key_shares.FARTHEST) < 2, "no number stands for a share and for its double"
-
-
-def test_routers_are_as_the_artifacts(tmp_path: Path, text: str) -> None:
-    """They have the buckets, layers and dense window of the first routing."""
-    cfg = routed_config(tmp_path, text)
-    loaded = models.load(cfg.model, device="cpu")
-    (first, *_) = routings_of(cfg, loaded).bucket_routings
-    first.router.num_buckets = 6
-    first = replace(first, method=QModel.method, probes=5, recent=9, sink=3, dense_layers=(0,))
-    found = add_routers(methods.ComparedMethods([], [first]), cfg, loaded.model).bucket_routings
-    assert [str(routing.method) for routing in found] == ["classifier", *NAMES.values()]
-    for routing in found[1:]:
-        assert (routing.recent, routing.sink, routing.dense_layers) == (9, 3, (0,))
-        assert routing.router.layers == first.router.layers
-        assert (routing.router.num_buckets, routing.probes) == (6, 5)
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(words(4000))
-    Path("heldout.txt").write_text(words(4000, "term"))
-    options = ["eval=routing", "data.heldout_path=heldout.txt", "recent=16", "dense_layers=[]", "model.presets.num_buckets=8"]
-    succeed("eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", "eval.recall.probes=[2]")
-    (results,) = Path("outputs").rglob("results.json")
-    rows = json.loads(results.read_text())["rows"]
-    assert set(NAMES.values()) <= {row["method"] for row in rows}
-    assert exit_code("eval", *SMALL_EVAL, "eval.routers=[quests]") == 2
-    assert "eval.routers=quests: accepted are window, random, lsh, quest (did you mean quest?)" in capsys.readouterr().err
-    for wrong, message in {
-        "eval.routers=[quest,quest]": "eval.routers=['quest', 'quest']: each value once",
-        "eval.key_shares=[0.3,0.3001]": "eval.key_shares=[0.3, 0.3001]: each value once",
-        "recent=8": "recent=8: recall with sink and window accepts 15 or more tokens",
-    }.items():
-        assert exit_code("eval", *SMALL_EVAL, *options, "eval.tasks=[recall]", wrong) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_routers_take_probes_where_a_classifier_takes_a_share_of_the_keys(tmp_path: Path, text: str) -> None:
-    cfg = replace(routed_config(tmp_path, text), keys=0.05)
-    loaded = models.load(cfg.model, device="cpu")
-    partition = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 8, 16), dim=-1), [0, 1])
-    first = methods.BucketRoutingMethod("classifier", QModel(partition, 2, 8), 2, 16, 1, (), keys=0.05)
-    for found in (add_routers(methods.ComparedMethods([], [first]), cfg, loaded.model), routings_of(cfg, loaded)):
-        for routing in found.bucket_routings:
-            (label,) = (label for label, _ in routing.own_settings())
-            assert ("far keys" in label) == (routing is first)
-    untrained = decoding.untrained_router(cfg, loaded.model)
-    assert isinstance(untrained.own_settings()[0][1], int)

@@ -12,8 +12,7 @@ import torch
 from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
-from msattn.trainer.data.tasks.ruler import Haystack, Sample
-from msattn.trainer.errors import UserError
+from msattn.trainer.data.tasks.ruler import Sample
 from msattn.trainer.evaluate import answers, ruler
 from msattn.trainer.evaluate.answers import Question
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
@@ -148,12 +147,8 @@ def test_a_chat_begins_its_reply_with_the_prefix() -> None:
     [
         (["eval.ruler.lengths=[64]"], "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has"),
         (["eval.ruler.haystack=few.txt"], "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed"),
-        (["eval.ruler.haystack=nowhere.txt"], "nowhere.txt: no such file"),
         (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: accepted are niah_single_1"),
-        (["eval.ruler.tasks=[]"], "eval.ruler.tasks=[]: one or more"),
-        (["eval.ruler.lengths=[8192]"], "length=8192 of eval.ruler"),
         (["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"], "eval.ruler.lengths=500: niah_single_2"),
-        (["eval.ruler.samples=0"], "eval.ruler.samples=0"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -165,12 +160,3 @@ def test_mistakes_are_one_line(
     arguments = ["eval", "eval=ruler", "tracker=none", "device=cpu", "eval.ruler.haystack=words.txt", *changes]
     assert exit_code(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_short_lengths_are_refused_in_python(haystack: str) -> None:
-    tokenizer = models.load(config(Path("unused"), "unused").model, device="cpu").tokenizer
-    settings = RulerConfig(lengths=[100], tasks=["cwe"], haystack=haystack)
-    with pytest.raises(UserError, match=r"eval\.ruler\.lengths=100: cwe"):
-        ruler.make_samples(
-            config(Path("unused"), haystack, ruler=settings), tokenizer, Haystack.from_text(" ".join(WORDS)), 100
-        )

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import models
-from msattn.trainer.config import ArtifactsConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig, ThroughputConfig
+from msattn.trainer.config import EvalConfig, EvalRunConfig, SelectConfig, ThroughputConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import throughput
-from msattn.trainer.evaluate.methods import find_methods
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.throughput import ThroughputRun, measure
 from tests.evaluate.test_latency import config
@@ -72,24 +71,3 @@ def test_percentiles() -> None:
 def test_prompts_and_answers_fit_the_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"length=4101 of eval\.throughput"):
         evaluate(throughput_config(tmp_path, replace(SETTINGS, lengths=[4096])))
-
-
-@pytest.mark.slow
-def test_shares_of_the_keys(tmp_path: Path) -> None:
-    """A trained classifier is measured at ``keys``, where the run gives them."""
-    embedded = ModelConfig(name="tiny", path="embedded")
-    cfg = replace(
-        throughput_config(tmp_path), model=embedded, artifacts=ArtifactsConfig(qmodel="embedded"), probes=None, keys=0.02
-    )
-    loaded = models.load(embedded, device="cpu")
-    every = replace(cfg, keys=None, probes=64)
-    sparse, probing = (
-        throughput._cases(loaded.model, each, find_methods(each, loaded, loaded.model.device))[-1] for each in (cfg, every)
-    )
-    assert sparse.setting.endswith("2 % of far keys")
-    prompts = throughput._random_prompts(loaded.model, 2, 96, seed=0)
-    few, most = (
-        measure(loaded.model, case.attached, prompts, replace(SETTINGS, page_size=64)).stats["selectivity"]
-        for case in (sparse, probing)
-    )
-    assert 0 < few < most == 1

@@ -175,17 +175,6 @@ def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
     assert facts["metrics"]["heldout/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_bfloat16_training_keeps_float32_weights(root: Path) -> None:
-    folder = finetune(
-        run_config(root, "half", dtype="bfloat16", artifacts=ArtifactsConfig(str(new_gates(root, "cpu", "bfloat16"))))
-    )
-    assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
-    (checkpoint,) = (folder.parent / "runs/finetune/checkpoints").glob("checkpoint-4")
-    assert {weight.dtype for weight in weights(checkpoint).values()} == {torch.float32}
-    assert Gate.load(folder.with_name("gate")).artifact
-
-
 def new_gates(root: Path, device: str, dtype: str, name: str = "other") -> Path:
     """Writes untrained gates of the random model; its weights depend on device and dtype."""
     cfg = run_config(root)

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.trainer.config import SelectConfig
@@ -11,8 +9,7 @@ from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.block_thresholds import SPARSITIES, calibrate
-from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
-from msattn.trainer.methods.policies import Calibrated
+from msattn.trainer.methods.blocks import candidate_blocks
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.a_shape import measure_spans
 from msattn.trainer.methods.untrained.quest import Quest
@@ -72,18 +69,6 @@ def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity
         assert (mask.sum(-1) / visible).mean().item() == pytest.approx(least.mean().item(), abs=0.02)
 
 
-@settings(deadline=None, max_examples=25)
-@given(cut=st.integers(1, 39), sparsity=st.sampled_from(SPARSITIES), scale=st.floats(0.01, 2), exponent=st.floats(-2, 0.5))
-def test_chunks_select_the_blocks_of_one_pass(cut: int, sparsity: float, scale: float, exponent: float) -> None:
-    policy = Calibrated(0.75 * (1 - sparsity), scale, exponent, exponent / 2, above=3 / (1 - sparsity))
-    scores, length, begin = scores_of_power_law(40, 0.5, seed=cut), 40 * BLOCK, cut * BLOCK
-    once = policy(scores, candidate_blocks(length, length, BLOCK, None, CPU))
-    first = policy(scores[:, :, :cut, :cut].contiguous(), candidate_blocks(begin, begin, BLOCK, None, CPU))
-    second = policy(scores[:, :, cut:].contiguous(), candidate_blocks(length - begin, length, BLOCK, None, CPU))
-    assert torch.equal(once[:, :, :cut, :cut], first)
-    assert torch.equal(once[:, :, cut:], second)
-
-
 def test_all_scores_are_calibrated_in_one_pass() -> None:
     model, chunks, passes = tiny_model(), [{"input_ids": random_tokens(1, 20 * BLOCK)[0]}], []
     scorers = {
@@ -97,18 +82,6 @@ def test_all_scores_are_calibrated_in_one_pass() -> None:
     decoder.remove()
     for name, scorer in scorers.items():
         assert calibrate({name: scorer}, model, chunks)[name] == together[name]
-
-
-def test_thresholds_are_for_the_blocks_that_are_always_read() -> None:
-    model, chunks = tiny_model(initializer_range=0.3), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}]
-    for always in (AlwaysRead(0, 0), AlwaysRead(4, 3)):
-        table = calibrate({"quest": Quest(BLOCK)}, model, chunks, always=always)["quest"]
-        keys = {"sink_blocks": always.sink_blocks, "local_blocks": always.local_blocks}
-        select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.6, **keys)
-        selection = Selection.from_config(select, thresholds=table)
-        for x in inputs_of_layers(model, chunks[0]["input_ids"][None]):
-            mask = selection.blocks(x)[:, :, 24:]  # rows whose share is more than is always read
-            assert mask.sum() / (4 * torch.arange(25, 41).sum()) == pytest.approx(0.4, abs=0.03)
 
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:

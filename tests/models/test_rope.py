@@ -22,20 +22,6 @@ def test_yarn_scales_cos_and_sin() -> None:
     assert torch.allclose(cos**2 + sin**2, torch.ones(5, 16))
 
 
-def test_other_head_sizes_keep_the_base() -> None:
-    config = tiny_config("llama")
-    torch.testing.assert_close(inverse_frequencies(config, dim=32)[0][::2], inverse_frequencies(config)[0])
-    assert config.head_dim == 16
-
-
-def test_cos_sin_equal_the_models() -> None:
-    model = tiny_model("llama")
-    positions = torch.tensor([[3, 4, 5], [0, 1, 2]])
-    cos, sin = cos_sin(inverse_frequencies(model.config)[0], positions)
-    expected = model.base_model.rotary_emb(torch.zeros(1), positions)
-    torch.testing.assert_close((cos, sin), expected)
-
-
 def test_unknown_rope_types_are_refused() -> None:
     config = tiny_config("llama")
     config.rope_parameters["rope_type"] = "proportional"

@@ -49,12 +49,6 @@ def test_llama3_keeps_its_bands_and_yarn_its_definition() -> None:
     assert config.max_position_embeddings == 400
 
 
-def test_yarn_after_linear_interpolation_starts_from_the_unscaled_positions() -> None:
-    config = tiny_config(rope="linear")  # factor 2, 256 positions
-    scale_rope(config, parameters("yarn", 8.0))
-    assert (config.max_position_embeddings, config.rope_parameters["original_max_position_embeddings"]) == (1024, 128)
-
-
 @pytest.mark.parametrize("factor", [math.nan, "x", None])
 def test_factors_that_are_no_numbers_are_refused(factor: Any) -> None:
     with pytest.raises(UserError, match=r"^model\.rope_scaling="):

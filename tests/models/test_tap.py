@@ -53,15 +53,6 @@ def test_leaving_the_context_restores_the_model() -> None:
         assert not any(hooks)
 
 
-def test_nested_taps_are_refused() -> None:
-    model = tiny_model()
-    with tap(model, dense_attention):
-        with pytest.raises(UserError, match="already attached"), tap(model, dense_attention):
-            pass
-        model(random_tokens(1, 4))
-    assert model.config._attn_implementation == "sdpa"
-
-
 @torch.no_grad()
 def test_a_model_with_the_configuration_of_a_tapped_one_is_refused() -> None:
     model = tiny_model()
@@ -115,15 +106,6 @@ def test_generate_and_chunked_prefill_equal_the_models() -> None:
         rest = model(ids[:, 13:], attention_mask=mask, past_key_values=cache).logits
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(rest, logits[:, 13:], rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_the_cache_layer_is_passed_on() -> None:
-    model, cache, seen = tiny_model(), DynamicCache(), []
-    with tap(model, lambda x: (seen.append(x.cache), dense_attention(x))[1]):
-        model(random_tokens(1, 6), past_key_values=cache)
-    assert seen == cache.layers
-    assert cache.get_seq_length() == 6
 
 
 @torch.no_grad()

@@ -93,21 +93,6 @@ def test_a_stopped_run_resumes_to_the_same_weights(
 
 
 @pytest.mark.slow
-def test_a_sweep_trains_both_kinds_of_attention(train: Callable[..., int]) -> None:
-    assert train("-m", "mta.attention=plain,multi_token", "name=${mta.attention}") == 0
-    assert {load(solver(name)).model.config.num_hidden_layers for name in ("plain", "multi_token")} == {1}
-    assert sorted(path.name for path in Path("outputs/mta").iterdir() if path.is_dir()) == ["multi_token", "plain"]
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss(train: Callable[..., int]) -> None:
-    assert train("mta.hidden_size=32", "train.steps=60", "train.batch_size=16") == 0
-    lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "lr" in line]
-    assert losses[-1] < 0.9 * losses[0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -18,7 +18,7 @@ from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.serving.bucket_attention import decode_attention
 from msattn.trainer.serving.cache import install_layers
-from msattn.trainer.serving.cache_layers import BucketLayer, GrowingLayer
+from msattn.trainer.serving.cache_layers import BucketLayer
 from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5
@@ -126,22 +126,6 @@ def test_every_key_is_kept_once_after_any_operations(
         check_layer(layer, expected, kv_start, recent)
 
 
-@pytest.mark.parametrize("layer", [BucketLayer(BUCKETS), GrowingLayer()])
-def test_appending_does_not_copy_the_cache(layer: GrowingLayer) -> None:
-    def add(new: Tensor) -> None:
-        forward_pass(layer, new, None) if isinstance(layer, BucketLayer) else layer.update(new, new)
-
-    add(torch.zeros(1, 2, 100, 1))
-    assert layer.keys is not None
-    address = layer.keys.data_ptr()
-    for _ in range(200):
-        add(torch.ones(1, 2, 1, 1))
-    layer.crop(-1)
-    add(torch.full((1, 2, 1, 1), 2.0))
-    assert layer.keys.data_ptr() == address
-    assert layer.keys.flatten(2)[0, 0].tolist() == [0.0] * 100 + [1.0] * 199 + [2.0]
-
-
 def test_calls_in_another_order_are_rejected() -> None:
     layer = BucketLayer(BUCKETS)
     with pytest.raises(RuntimeError, match="the layer has no keys"):
@@ -155,16 +139,6 @@ def test_calls_in_another_order_are_rejected() -> None:
         forward_pass(layer, new, None)
     with pytest.raises(ValueError, match="rebuild_every=0"):
         BucketLayer(BUCKETS, rebuild_every=0)
-
-
-def test_reset_removes_all_tokens() -> None:
-    layer = BucketLayer(BUCKETS)
-    forward_pass(layer, torch.zeros(1, 2, 4, 1), None)
-    layer.reset()
-    assert layer.get_seq_length() == 0
-    new = torch.full((3, 2, 5, 1), 7.0)
-    forward_pass(layer, new, None)
-    check_layer(layer, new, torch.zeros(3, dtype=torch.int32), 1)
 
 
 def random_partition(seed: int = 0) -> KMeans:

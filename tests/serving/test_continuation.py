@@ -1,6 +1,7 @@
 """Passes after cached tokens: chunked prefill, further turns, draft tokens, and caches that were filled without msattn."""
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.serving.cache_layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
-from tests.test_attach import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
+from tests.test_attach import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
 
 HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
 
 
 def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
@@ -35,8 +37,7 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize("rope", ROPE_TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rope"), MODELS)
 @torch.no_grad()
 def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str) -> None:
     model = tiny_model(family, rope)
@@ -90,36 +91,7 @@ def test_training_free_selections_continue_a_cache(scores: str) -> None:
         assert sparse.stats()["dense_fallbacks"] == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_passes_of_any_length_equal_dense_attention_if_everything_is_read(family: str) -> None:
-    model = tiny_model(family)
-    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (61, 100)])
-    expected = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    with attach_reading_all(model) as sparse:
-        found = run_in_passes(model, ids, [50, 1, 1, 7, 1, 33, 7], mask)
-        stats = sparse.stats()
-    torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-4)
-    assert (stats["dense_fallbacks"], stats["sparsity"], stats["selectivity"]) == (0, 0, 1)
-
-
-@torch.no_grad()
-def test_a_padded_batch_matches_its_rows_alone() -> None:
-    model, lengths = tiny_model(), [5 * BLOCK, 1, 2 * BLOCK - 1, 3 * BLOCK]
-    rows = [random_tokens(1, n, seed=n)[0] for n in (10 * BLOCK, 8 * BLOCK)]
-    ids, mask = left_padded(rows)
-    options: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": ()}
-    with attach(model, gate=gate_for(model), select=HALF, **options) as sparse:
-        together = run_in_passes(model, ids, lengths, mask)
-        long = run_in_passes(model, rows[0][None], lengths)
-        short = run_in_passes(model, rows[1][None], [3 * BLOCK, *lengths[1:]])
-        assert sparse.stats()["dense_fallbacks"] == 0
-    torch.testing.assert_close(together[0], long[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(together[1, 2 * BLOCK :], short[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("rope", [rope for rope in ROPE_TYPES if rope != "dynamic"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rope"), [(family, rope) for family, rope in MODELS if rope != "dynamic"])
 @torch.no_grad()
 def test_a_cache_that_was_filled_outside_is_taken_over(family: str, rope: str) -> None:
     model, ids = tiny_model(family, rope), random_tokens(1, 120)
@@ -210,21 +182,3 @@ def test_ways_of_generating_equal_dense_attention_if_everything_is_read(options:
         hook.remove()
         assert sparse.stats()["dense_fallbacks"] == 0
     assert max(continued) > 1, "several tokens were read after cached ones"
-
-
-@torch.no_grad()
-def test_a_second_turn_of_generate() -> None:
-    """``generate`` continues its own cache: the second turn is sparse as well."""
-    model, ids = tiny_model(), random_tokens(1, 150)
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
-    partition: dict[str, Any] = {"qmodel": random_partition(), "probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": ()}
-    with attach(model, gate=gate_for(model), select=HALF, **partition) as sparse:
-        first = model.generate(ids[:, :100], attention_mask=torch.ones(1, 100), **options)
-        both = torch.cat([first.sequences, ids[:, 100:]], dim=1)
-        before = sparse.stats()["sparsity"]
-        second = model.generate(both, attention_mask=torch.ones_like(both), past_key_values=first.past_key_values, **options)
-        stats = sparse.stats()
-    assert second.sequences.shape[1] == 160
-    assert stats["dense_fallbacks"] == 0
-    assert stats["sparsity"] != before
-    assert stats["sparsity"] > 0.3

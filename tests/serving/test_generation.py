@@ -127,61 +127,6 @@ def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
         assert sparse.stats()["selectivity"] == 1
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_10_000_tokens_read_each_key_once(where: str) -> None:
-    tokens = 10_000 if where == "cuda" else 700
-    model = tiny_model(max_position_embeddings=16384).to(where)
-    ids = random_tokens(1, 50)
-    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}) as sparse:
-        sequence = model.generate(ids.to(where), attention_mask=torch.ones_like(ids).to(where), max_new_tokens=tokens)
-        assert sparse.stats()["selectivity"] == 1, "a key lost or read twice changes the share of keys"
-        assert sparse.stats()["dense_fallbacks"] == 0
-    cache = DynamicCache(config=model.config)
-    with attach(model, **{**ALL_BUCKETS, "dense_layers": ()}):
-        for i in sorted(torch.randint(60, sequence.shape[1], (8,)).tolist()):
-            model(sequence[:, cache.get_seq_length() : i], past_key_values=cache)
-            step = model(sequence[:, i : i + 1], past_key_values=cache).logits
-            # The cache was filled in other pieces: 10,000 rotations and sums are rounded in another order.
-            close(step[:, -1], model.__class__.forward(model, sequence[:, : i + 1]).logits[:, -1], 2e-3)
-
-
-@torch.no_grad()
-def test_a_cache_goes_from_one_attached_model_to_another(where: str) -> None:
-    """Layers that are routed later, or no longer, have an index of another length."""
-    model = tiny_model(max_position_embeddings=1024).to(where)
-    text = random_tokens(1, 250).to(where)
-    dense, cache, pieces = model(text).logits, DynamicCache(config=model.config), []
-    plans: list[dict[str, Any]] = [{"dense_layers": (1,)}, {"dense_layers": ()}, {"dense_layers": (0,)}]
-    for number, plan in enumerate(plans):
-        with attach(model, **{**ALL_BUCKETS, **plan}) as sparse:
-            if number == 0:
-                pieces.append(model(text[:, :50], past_key_values=cache).logits)
-            for i in range(cache.get_seq_length(), 110 + 60 * number):
-                pieces.append(model(text[:, i : i + 1], past_key_values=cache).logits)
-            stats = sparse.stats()
-        assert stats["selectivity"] == 1
-        assert stats["graph_steps"] + stats["eager_steps"] >= 55
-    with attach(model, select="quest", sparsity=0.0):  # a cache with buckets, and no router
-        pieces.append(model(text[:, 230:], past_key_values=cache).logits)
-    close(torch.cat(pieces, dim=1), dense)
-
-
-def test_inference_mode_then_no_grad(where: str) -> None:
-    model = tiny_model().to(where)
-    ids = random_tokens(1, 60).to(where)
-    cache = DynamicCache(config=model.config)
-    with attach(model, **ALL_BUCKETS):
-        with torch.inference_mode():
-            model(ids, past_key_values=cache)
-            cache.batch_repeat_interleave(2)
-        with torch.no_grad():
-            cache.reorder_cache(torch.LongTensor([1, 0]))
-            for _ in range(70):
-                model(ids[:, :1].expand(2, -1), past_key_values=cache)
-    assert cache.get_seq_length() == 130
-
-
 def test_few_tokens_with_gradients_are_dense(where: str) -> None:
     model = tiny_model().to(where).requires_grad_(True)
     ids = random_tokens(1, 70).to(where)

@@ -1,10 +1,7 @@
 """Decoding steps with lengths on the device: the results of ordinary passes, with and without CUDA graphs."""
 
 import copy
-import gc
 import warnings
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,12 +12,11 @@ from transformers import DynamicCache
 from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
-from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.step_graph import Step
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import gate_for, random_partition
+from tests.test_attach import gate_for
 
 MOSTLY_SLOW = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
 
@@ -55,24 +51,6 @@ def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytes
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
     assert read["graph_steps"] + read["eager_steps"] == 149 - 2, "the index was rebuilt twice"
     assert expected["graph_steps"] + expected["eager_steps"] == 0
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_steps_at_a_share_of_the_keys(where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None) -> None:
-    """The number of buckets differs between tokens, and their sizes change with the index."""
-    model, router = tiny_model().to(where), QModel(random_partition(), 2, 16).requires_grad_(False).eval()
-    router.thresholds = {"shares": [0.1, 0.5], "densities": [1.4, 1.0]}
-    options: dict[str, Any] = {**ROUTED, "qmodel": router, "probes": None, "keys": 0.2}
-    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (50, 41)])
-    with attach(model, **options) as sparse:
-        steps, read = generate(model, ids, mask, max_new_tokens=100), sparse.stats()
-    monkeypatch.setattr(DecodingSteps, "device_type", "none")
-    with attach(model, **options) as sparse:
-        ordinary, expected = generate(model, ids, mask, max_new_tokens=100), sparse.stats()
-    close(steps, ordinary)
-    assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
-    assert 0.1 < read["selectivity"] < 0.9
 
 
 @torch.no_grad()
@@ -161,50 +139,6 @@ def test_a_step_that_was_interrupted_is_run_again(where: str, monkeypatch: pytes
                 model(text[:, 70:71], past_key_values=cache)
         found = [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(70, 80)]
     close(torch.cat(found, dim=1), dense[:, 70:])
-
-
-@torch.no_grad()
-def test_a_cache_is_freed_inside_the_context(where: str) -> None:
-    model = tiny_model().to(where)
-    with attach(model, **ROUTED):
-        cache = DynamicCache(config=model.config)
-        generate(model, random_tokens(1, 60), past_key_values=cache)
-        held = weakref.ref(cache)
-        del cache
-        gc.collect()
-        assert held() is None
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_threads_with_models_of_their_own(where: str) -> None:
-    models = [tiny_model(seed=seed).to(where) for seed in range(3)]
-    ids = random_tokens(1, 80)
-
-    def run(number: int) -> Tensor:
-        with torch.no_grad(), attach(models[number], **ROUTED):
-            return generate(models[number], ids, max_new_tokens=60)
-
-    expected = [run(number) for number in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        for found, logits in zip(pool.map(run, range(3)), expected, strict=True):
-            close(found, logits, 1e-5)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
-    model = tiny_model(head_dim=64).to("cuda", dtype)
-    ids = random_tokens(2, 200)
-    with attach(model, select="quest", sparsity=0.0, dense_below=0) as sparse:
-        graphs = generate(model, ids)
-        assert sparse.stats()["graph_steps"] == 18
-    with attach(model, select="quest", sparsity=0.0, dense_below=0, cuda_graphs=False) as sparse:
-        eager = generate(model, ids)
-        assert sparse.stats()["graph_steps"] == 0
-    assert torch.equal(graphs, eager), "a replayed graph gives the bits of launched kernels"
-    close(graphs[:3].float(), generate(model, ids)[:3].float(), 0.1)
 
 
 @pytest.mark.gpu

@@ -85,8 +85,8 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("lengths", [(1,), (63,), (65,), (200,), (1, 65), (63, 200), (180, 200)])
-@pytest.mark.parametrize("probes", [0, 1, 3, BUCKETS])
+@pytest.mark.parametrize("lengths", [(1,), (65,), (63, 200), (180, 200)])
+@pytest.mark.parametrize("probes", [0, 3, BUCKETS])
 def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     longest = max(lengths)
@@ -161,35 +161,6 @@ def test_an_attached_model(name: str, where: str) -> None:
         together = generate(model, ids[1:], mask[1:], max_new_tokens=12)
         for row in (1, 2):
             close(generate(model, rows[row][None], max_new_tokens=12)[:, 0], together[:, row - 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("probes", [0, 2, BUCKETS])
-def test_an_attached_model_whose_query_heads_choose_by_themselves(probes: int, where: str) -> None:
-    model, ids = tiny_model().to(where), random_tokens(1, 100).to(where)
-    options: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0, "measure_recall": True}
-    shares, found = [], []
-    for independent in (False, True):
-        with attach(model, qmodel=ROUTERS["quest"]([0, 1]), probes=probes, independent=independent, **options) as sparse:
-            found.append(generate(model, ids))
-            stats = sparse.stats()
-            shares.append(stats["selectivity"])
-        assert (stats["decode_recall"] == pytest.approx(1)) == (probes == BUCKETS)
-    assert shares[0] == pytest.approx(shares[1], rel=0.05)
-    assert torch.allclose(*found, atol=1e-4) == (probes != 2)
-
-
-def test_drafts_of_several_tokens_read_as_single_tokens(where: str) -> None:
-    """Tokens of one pass choose pages each by itself, as if they were decoded one by one."""
-    model, ids = tiny_model().to(where), random_tokens(1, 150).to(where)
-    for name in ("window", "quest", "lsh"):
-        with attach(model, qmodel=ROUTERS[name]([0, 1]), probes=2, recent=40, sink=1, dense_layers=(), dense_below=0):
-            cache = DynamicCache()
-            model(ids[:, :146], past_key_values=cache)
-            together = model(ids[:, 146:], past_key_values=cache).logits
-            cache.crop(-4)
-            singly = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(146, 150)], 1)
-        close(together, singly)
 
 
 def test_a_cache_keeps_its_partition(where: str) -> None:

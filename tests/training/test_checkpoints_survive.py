@@ -1,6 +1,5 @@
 """Tests of resuming after SIGKILL, signals, lost ranks and full disks: bit-identical results, with one rank or several."""
 
-import errno
 import os
 import resource
 import signal
@@ -11,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -195,15 +193,6 @@ def test_signals_stop_after_a_saved_step(
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_is_not_lost(whole: Path, tmp_path: Path) -> None:
-    module = Line(tmp_path / "seen-0")
-    module.stop = (8 * 24, signal.SIGTERM)
-    with pytest.raises(Terminated, match="after step 24 of 24"):
-        run(module, tmp_path)
-    assert same_weights(tmp_path, whole)
-
-
-@pytest.mark.slow
 def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[list[int]] = []
     remove = checkpoint_files.remove_older
@@ -223,35 +212,6 @@ def test_a_checkpoint_is_removed_only_when_two_newer_ones_are_complete(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["a link", "files that stay open"])
-def test_a_checkpoint_that_cannot_be_removed_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
-) -> None:
-    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    run(Line(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=6, schedule="constant"))
-    if how == "a link":
-        (checkpoints / "checkpoint-3").rename(elsewhere)
-        (checkpoints / "checkpoint-3").symlink_to(elsewhere)
-    else:
-        stays = OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-        monkeypatch.setattr(checkpoint_files.shutil, "rmtree", Mock(side_effect=stays))
-    longer = replace(TRAIN, steps=9, schedule="constant")
-    settings = read_marker(checkpoints / "checkpoint-6").settings | {"train.steps": 9}
-    for name in ("checkpoint-3", "checkpoint-6"):
-        result = read_marker(checkpoints / name).result
-        (checkpoints / name / MARKER).unlink()
-        mark_complete(checkpoints / name, settings, result)
-    run(Line(tmp_path / "seen-0"), tmp_path, longer, resume=True)
-    assert newest_checkpoint(checkpoints) == checkpoints / "checkpoint-9"
-    if how == "a link":
-        assert not (checkpoints / "checkpoint-3").is_symlink()
-        assert (elsewhere / WEIGHTS).exists()
-    else:
-        assert "warning: " in (line := capfd.readouterr().err)
-        assert "checkpoint-3 cannot be removed (Directory not" in line
-
-
-@pytest.mark.slow
 def test_a_new_run_removes_earlier_checkpoints_and_nothing_else(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     run(Line(tmp_path / "seen-0"), tmp_path)
@@ -259,29 +219,6 @@ def test_a_new_run_removes_earlier_checkpoints_and_nothing_else(tmp_path: Path) 
     (checkpoints / "checkpoint-best").mkdir()
     run(Line(tmp_path / "seen-0"), tmp_path, replace(TRAIN, steps=2, schedule="constant"))
     assert sorted(os.listdir(checkpoints)) == ["checkpoint-2", "checkpoint-2.tar.gz", "checkpoint-best"]
-
-
-@pytest.mark.slow
-def test_an_earlier_run_that_cannot_be_removed_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(Line(tmp_path / "seen-0"), tmp_path)
-    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "x")
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", Mock(side_effect=denied))
-    with pytest.raises(UserError, match=r"x: an earlier checkpoint cannot be removed \(Permission denied\)"):
-        run(Line(tmp_path / "seen-0"), tmp_path)
-
-
-@pytest.mark.slow
-def test_an_older_run_is_unmarked_before_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(Line(tmp_path / "seen-0"), tmp_path)
-
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(Line(tmp_path / "seen-0"), tmp_path)
-    left = list((tmp_path / "checkpoints").glob("checkpoint-*"))
-    assert [path for path in left if not (path / MARKER).exists()], "a partly removed checkpoint must be ignored"
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Tests of the training loop: bit-identical resuming, divergence, gradient accumulation, refused settings."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.training.callbacks import TrainingCallback
-from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, fit, newest_checkpoint
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
@@ -225,17 +221,6 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="does not fit the module"):
         run(wider, tmp_path, train, resume=True, extra_settings=job)
-
-
-@pytest.mark.parametrize(("width", "figures"), [(90, "loss 0.25  recall 0.5"), (70, "loss 0.25")])
-def test_a_wide_terminal_shows_the_last_evaluation_beside_the_losses(tmp_path: Path, width: int, figures: str) -> None:
-    with Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="test", config={}) as tracker:
-        callback = TrainingCallback(Regression(), TRAIN, tracker, None, {}, TrainingResult(0, 0.0, {}, {}), StopConsensus(1))
-    callback.console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    with callback.progress_bar(enabled=True):
-        callback._print(3, {"loss": 0.25, "seconds_left": 2.0}, {"recall": 0.5, "recall/layer 1": 0.4})
-        (task,) = callback._progress.tasks
-        assert task.fields["figures"] == figures
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:

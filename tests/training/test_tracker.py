@@ -14,7 +14,6 @@ from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.tracker import Tracker
-from msattn.trainer.training.wandb_run import WandbRun
 from tests.running import metrics_lines
 
 NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
@@ -163,23 +162,6 @@ class FakeRun:
         self.finished = True
 
 
-@pytest.mark.usefixtures("no_account")
-def test_how_to_upload_is_told_to_those_who_use_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
-        monkeypatch.delenv(name, raising=False)
-
-    def told(kind: str) -> bool:
-        WandbRun(FakeRun(str(tmp_path), "offline"), TrackerConfig(kind), "name").finish()
-        return capsys.readouterr().out.startswith("wandb sync ")
-
-    assert TrackerConfig().kind == "auto"
-    assert (told("auto"), told("wandb")) == (False, True)
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    assert told("auto")
-
-
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]]:
     """The runs started with a fake wandb that is logged in."""
@@ -222,24 +204,6 @@ def test_wandb_with_a_key_is_online_and_artifacts_are_uploaded_on_request(
     assert capfd.readouterr() == ("", "")
 
 
-def test_artifacts_that_were_uploaded_are_inputs_of_a_run(
-    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "kmeans"
-    with start(WANDB, tmp_path) as tracker:
-        tracker.use_artifact(read_artifact(folder, upload=True))
-        tracker.use_artifact(read_artifact(folder))  # a version without the key
-        tracker.use_artifact(read_artifact(folder, upload=True, kind="none"))
-        tracker.use_artifact(replace(read_artifact(folder), config={"tracker": [], "model": "odd"}))
-    assert runs[0][0].used == [(f"other/my-model-base-kmeans:{'ab' * 8}", "kmeans")]
-    assert runs[0][0].summary == {"read/kmeans": "ab" * 32}
-    assert metrics_lines(tmp_path)[:1] == [{"read": {"kind": "kmeans", "folder": str(folder), "content_hash": "ab" * 32}}]
-    monkeypatch.setenv("WANDB_MODE", "offline")  # names of artifacts cannot be looked up
-    with start(WANDB, tmp_path) as tracker:
-        tracker.use_artifact(read_artifact(folder, upload=True))
-    assert (runs[1][0].used, runs[1][0].summary) == ([], {"read/kmeans": "ab" * 32})
-
-
 def test_a_failing_wandb_is_one_line_without_keys_and_the_run_goes_on(
     tmp_path: Path,
     runs: list[tuple[FakeRun, dict[str, Any]]],
@@ -277,22 +241,6 @@ class Job(JobConfig):
         return Path(self.outputs) / "a" / "b"
 
 
-def test_a_tracker_that_cannot_start_after_the_work_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    job = Job(tracker=WANDB, outputs=str(tmp_path))
-    assert job.tags == ["a", "b"]
-    with Tracker.of_job(job, "eval", folder=tmp_path, run_name="name", after_work=True) as tracker:
-        tracker.summary({"best": 0.5})
-    assert metrics_lines(tmp_path) == [{"summary": {"best": 0.5}}]
-    warning = capsys.readouterr().err
-    assert warning.startswith("msattn: warning: tracker=wandb: wandb is not installed; run pip install wandb")
-    assert warning.count("\n") == 1
-    with pytest.raises(UserError, match="wandb is not installed"):
-        Tracker.of_job(job, "train-gate", folder=tmp_path, run_name="name")
-
-
 def test_wandb_mode_is_respected_and_a_failed_run_is_finished(
     tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +261,22 @@ def test_an_unreachable_wandb_server_is_a_user_error(tmp_path: Path, monkeypatch
     monkeypatch.setattr(wandb, "login", unreachable)
     with pytest.raises(UserError, match=r"tracker=wandb: no answer; WANDB_MODE=offline keeps the run here"):
         start(WANDB, tmp_path)
+
+
+def test_a_tracker_that_cannot_start_after_the_work_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    job = Job(tracker=WANDB, outputs=str(tmp_path))
+    assert job.tags == ["a", "b"]
+    with Tracker.of_job(job, "eval", folder=tmp_path, run_name="name", after_work=True) as tracker:
+        tracker.summary({"best": 0.5})
+    assert metrics_lines(tmp_path) == [{"summary": {"best": 0.5}}]
+    warning = capsys.readouterr().err
+    assert warning.startswith("msattn: warning: tracker=wandb: wandb is not installed; run pip install wandb")
+    assert warning.count("\n") == 1
+    with pytest.raises(UserError, match="wandb is not installed"):
+        Tracker.of_job(job, "train-gate", folder=tmp_path, run_name="name")
 
 
 def test_a_missing_wandb_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,10 +53,10 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     UserError : ``config.json`` is missing or damaged, describes another family, or has a value that makes no sense.
     """
     document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
-    family = document.get("model_type")
+    family = str(document.get("model_type"))
     if family not in FAMILIES and document.get("auto_map"):
         raise files.brings_code()
-    if family not in FAMILIES and (reason := refusal(SimpleNamespace(**{"model_type": None, **document}))):
+    if family not in FAMILIES and (reason := refusal(SimpleNamespace(**{**document, "model_type": family}))):
         raise UserError(f"{files.name}: {reason}")
     if family not in FAMILIES and isinstance(document.get("text_config"), dict):
         raise UserError(

@@ -1,14 +1,12 @@
 """Distillation of query classifiers: sampled batches, loss and routing recall."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import normalize
 
-from msattn.trainer.methods.buckets import hash32
-from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
+from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, routing_recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.classifier.targets import QueryTargets
@@ -56,14 +54,6 @@ def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
     assert not torch.equal(both.sample(other), both.sample(seeds[:1]))
 
 
-def test_hash_is_bijective_and_the_same_for_ints_and_tensors() -> None:
-    words = torch.arange(2**16) * 65_521 % 2**32
-    hashed = hash32(words)
-    assert hashed.unique().numel() == 2**16
-    assert 0 <= int(hashed.min()) <= int(hashed.max()) < 2**32
-    assert hashed[:100].tolist() == [hash32(word) for word in words[:100].tolist()]
-
-
 @pytest.mark.parametrize("residual", [False, True])
 def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: bool) -> None:
     rows = random_targets(torch.tensor([[9, 4], [6, 8]]), 8, 5)
@@ -93,23 +83,6 @@ def test_a_step_compiles_without_graph_breaks() -> None:
     torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.gpu
-def test_bf16_products_change_the_loss_little_and_the_samples_not() -> None:
-    rows = random_targets(torch.tensor([[900, 40], [60, 800]]), 64, 128)
-    qmodel = random_qmodel([1, 3], 2, 64, 128)
-    seeds = torch.tensor([3, 4])
-    batches = CachedBatches(rows, [1, 3], 256)
-    expected, sampled = Distiller(qmodel, batches)(seeds)["loss"], batches.sample(seeds)
-    there = QueryTargets(*(getattr(rows, field.name).cuda() for field in fields(QueryTargets)))
-    batches = CachedBatches(there, [1, 3], 256)
-    quick = Distiller(qmodel.cuda(), batches, bf16=True)
-    assert torch.equal(batches.sample(seeds.cuda()).cpu(), sampled)
-    loss = quick(seeds.cuda())["loss"]
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in qmodel.parameters())
-
-
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_routing_recall(per_query_head: bool) -> None:
     """A classifier built from the centroids has their recall, for any number of rows."""
@@ -133,11 +106,3 @@ def test_routing_recall(per_query_head: bool) -> None:
     assert metrics["recall_kmeans@2"] == pytest.approx(two, abs=1e-5)
     assert metrics["recall_qmodel@2"] == pytest.approx(two, abs=1e-5)
     assert metrics["recall_oracle@4"] == pytest.approx(rows.targets.topk(4).values.sum(-1).mean().item(), abs=1e-5)
-
-
-def test_average_layers_adds_each_layers_loss_and_last_recall() -> None:
-    layers = {0: {"loss": 1.0, "recall@1": 0.2, "recall@32": 0.5}, 7: {"loss": 3.0, "recall@1": 0.4, "recall@32": 0.7}}
-    assert average_layers(layers) == pytest.approx(
-        {"loss": 2, "recall@1": 0.3, "recall@32": 0.6}
-        | {"loss/layer 0": 1, "recall@32/layer 0": 0.5, "loss/layer 7": 3, "recall@32/layer 7": 0.7}
-    )

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import DataConfig, FitKMeansConfig, KMeansConfig, ModelConfig
+from msattn.trainer.config import FitKMeansConfig, KMeansConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.clustering import (
     batched_kmeans,
@@ -24,9 +24,9 @@ from msattn.trainer.methods.classifier.clustering import (
     resolve_engine,
     split_fullest,
 )
-from msattn.trainer.methods.classifier.fit_kmeans import collect_keys, fit_kmeans, sampled_positions
+from msattn.trainer.methods.classifier.fit_kmeans import collect_keys, fit_kmeans
 from msattn.trainer.methods.classifier.kmeans import FEW_KEYS, KMeans
-from tests.factory import random_tokens, tiny_architecture, tiny_model
+from tests.factory import random_tokens, tiny_model
 from tests.jobs import Job, prepare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,16 +58,6 @@ def test_batched_objective_matches_faiss(num_buckets: int) -> None:
     assert mean_objective(points, batched) == pytest.approx(mean_objective(points, faiss), rel=0.01)
 
 
-@pytest.mark.parametrize("normalize_keys", [False, True])
-def test_half_precision_keeps_the_objective(normalize_keys: bool) -> None:
-    points = blobs(heads=4)
-    cfg = KMeansConfig(num_buckets=32, engine="batched", normalize_keys=normalize_keys)
-    full, half = (fit_centroids(x, cfg, device=CPU, seed=0)[1] for x in (points, points.bfloat16()))
-    for half_stats, full_stats in zip(half, full, strict=True):
-        assert half_stats["objective"] == pytest.approx(full_stats["objective"], rel=0.02)
-        assert normalize_keys == (half_stats["objective"] <= 1)
-
-
 def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:
     points = blobs(heads=1, num_points=500)
     start = torch.randperm(500, generator=torch.Generator().manual_seed(3))[:10]
@@ -75,12 +65,6 @@ def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:
     buckets = (points[0] @ first.T).argmax(-1)
     expected = normalize(torch.stack([points[0, buckets == c].mean(0) for c in range(10)]), dim=-1)
     torch.testing.assert_close(batched_kmeans(points, 10, 1, seed=3)[0], expected, rtol=0, atol=1e-5)
-
-
-def test_centroids_depend_on_the_seed_alone() -> None:
-    points = blobs()
-    assert torch.equal(batched_kmeans(points, 16, 5, seed=1), batched_kmeans(points, 16, 5, seed=1))
-    assert not torch.equal(batched_kmeans(points, 16, 5, seed=1), batched_kmeans(points, 16, 5, seed=2))
 
 
 def test_an_empty_bucket_splits_the_fullest() -> None:
@@ -101,13 +85,6 @@ def test_a_bucket_above_the_capacity_replaces_the_smallest() -> None:
     torch.testing.assert_close(kept, torch.tensor([[[1.0, 1.0], [1.0, 0.0], [0.0, 2.0]]]))
     split = split_fullest(sums, counts, torch.full((1, 3, 2), 9.0), capacity=5.9)
     torch.testing.assert_close(split, torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 2.0]]]))
-
-
-def test_a_head_that_needs_no_split_is_as_without_balance() -> None:
-    even, uneven = blobs(heads=1, modes=400), blobs(heads=1, modes=2, seed=1)
-    both, alone = (batched_kmeans(x, 8, 10, seed=0, balance=3) for x in (torch.cat([even, uneven]), even))
-    torch.testing.assert_close(both[:1], alone)
-    torch.testing.assert_close(alone, batched_kmeans(even, 8, 10, seed=0))
 
 
 @pytest.mark.parametrize("num_buckets", [16, 64])
@@ -152,31 +129,6 @@ def test_faiss_uses_the_gpu_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None
     assert flat_index(faiss, 64, CPU) == flat_index(GpuFaiss(0), 64, CUDA) == ("flat", 64)
 
 
-def test_few_buckets_are_empty_for_duplicated_points() -> None:
-    points = blobs(heads=1, num_points=40).repeat(1, 20, 1)
-    stats = partition_stats(points, batched_kmeans(points, 32, 20, seed=0))
-    assert stats[0]["empty_buckets"] <= 3
-
-
-def test_partition_stats_of_known_buckets() -> None:
-    points = torch.zeros(2, 4, 8)
-    points[0, :, :2] = torch.tensor([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
-    points[1, :, 1] = 2.0
-    centroids = torch.eye(8)[None, :3].repeat(2, 1, 1)
-    first, second = partition_stats(points, centroids)
-    assert first == {"points": 4, "objective": 2.5, "empty_buckets": 1, "imbalance": 3 * (9 + 1) / 16}
-    assert second == {"points": 4, "objective": 2.0, "empty_buckets": 2, "imbalance": 3.0}
-
-
-def test_fit_uses_all_points_and_normalizes_keys() -> None:
-    points = blobs(heads=1, num_points=2000)
-    cfg = KMeansConfig(num_buckets=4, iterations=3, normalize_keys=True)
-    centroids, (stats,) = fit_centroids(points, cfg, device=CPU, seed=0)
-    assert centroids.shape == (1, 4, 16)
-    assert stats["points"] == 2000  # 500 per bucket, where Faiss uses 256 by default
-    assert 0 < stats["objective"] <= 1
-
-
 def test_non_finite_points_and_unknown_engines_are_rejected() -> None:
     points = blobs(heads=1, num_points=50)
     points[0, 7, 3] = torch.inf
@@ -219,16 +171,6 @@ def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch)
         faiss_kmeans(points, 4, 1, 0)
 
 
-def test_faiss_kmeans_matches_the_high_level_interface() -> None:
-    """``faiss_kmeans`` uses the lower-level interface to choose a GPU; the result is that of ``faiss.Kmeans``."""
-    import faiss
-
-    points = blobs(heads=1, num_points=600)
-    expected = faiss.Kmeans(16, 8, niter=5, spherical=True, seed=3, min_points_per_centroid=1, max_points_per_centroid=75)
-    expected.train(points[0].numpy())
-    torch.testing.assert_close(faiss_kmeans(points, 8, 5, 3)[0], torch.from_numpy(expected.centroids))
-
-
 @pytest.mark.parametrize("rope", [False, True])
 def test_collected_keys_are_in_the_order_of_prompts(rope: bool) -> None:
     model, prompts = tiny_model(), random_tokens(3, 20)
@@ -243,27 +185,6 @@ def test_collected_keys_are_in_the_order_of_prompts(rope: bool) -> None:
     some = [torch.tensor([3, 19]), torch.tensor([], dtype=torch.int64), torch.tensor([1])]
     sampled = collect_keys(model, chunks, [1], some, rope=rope)
     assert torch.equal(sampled[1], keys[1][:, [2, 18, 38]])
-
-
-def sampling_config(points: int | None, seed: int = 0) -> FitKMeansConfig:
-    model = ModelConfig("toy", "none", init="random", architecture=tiny_architecture())
-    kmeans = KMeansConfig(num_buckets=10, points_per_bucket=points)
-    return FitKMeansConfig(model=model, data=DataConfig("stdlib", seq_len=51), kmeans=kmeans, seed=seed)
-
-
-def test_sampled_positions_are_uniform_over_all_prompts() -> None:
-    for points in (None, 16, 1000):  # 150 keys or more: all of them, as before
-        assert [each.tolist() for each in sampled_positions(sampling_config(points), 3)] == [list(range(1, 51))] * 3
-    counts = torch.zeros(3, 51)
-    for seed in range(60):
-        for chunk, positions in enumerate(sampled_positions(sampling_config(6, seed), 3)):
-            assert torch.equal(positions, positions.unique()), "ascending, without repetition"
-            counts[chunk, positions] += 1
-    assert counts.sum() == 60 * 60
-    assert not counts[:, 0].any(), "the sink is never sampled"
-    kept, expected = counts[:, 1:], 60 * 60 / 150
-    assert ((kept - expected) ** 2 / (expected * 0.6)).sum() < 150 + 5 * 300**0.5  # chi squared
-    assert sampled_positions(sampling_config(6), 3)[1].tolist() == sampled_positions(sampling_config(6), 3)[1].tolist()
 
 
 JOB = """
@@ -368,3 +289,12 @@ def test_kmeans_routing_matches_plain_products(rope: bool) -> None:
     torch.testing.assert_close(kmeans.head_scores(1, q_before, q_after).double(), head_expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"layer=2: this router holds layers \[1, 4\]"):
         kmeans.scores(2, q_before, q_after)
+
+
+def test_fit_uses_all_points_and_normalizes_keys() -> None:
+    points = blobs(heads=1, num_points=2000)
+    cfg = KMeansConfig(num_buckets=4, iterations=3, normalize_keys=True)
+    centroids, (stats,) = fit_centroids(points, cfg, device=CPU, seed=0)
+    assert centroids.shape == (1, 4, 16)
+    assert stats["points"] == 2000  # 500 per bucket, where Faiss uses 256 by default
+    assert 0 < stats["objective"] <= 1

@@ -1,7 +1,6 @@
 """Batches drawn while the classifiers train: their content, the rotation over prompts, and jobs with `qmodel.source=online`."""
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from msattn.trainer.config import ArtifactsConfig, QModelConfig, TrainQModelConf
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.distillation import Distiller
 from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
-from msattn.trainer.methods.classifier.online import OnlineBatches, OnlineTargets, random_positions
+from msattn.trainer.methods.classifier.online import OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.train import train_qmodel
 from tests.factory import inputs_of_layers, tiny_model
 from tests.jobs import Job
@@ -76,17 +75,6 @@ def test_a_batch_has_long_range_queries_of_one_prompt_and_their_attention_mass(n
     torch.testing.assert_close(entropy, torch.distributions.Categorical(targets.float()).entropy(), rtol=1e-3, atol=1e-3)
 
 
-def test_prompts_rotate_and_each_batch_of_a_round_is_another() -> None:
-    drawn = batches([1])
-    rounds = [[drawn([4 * number + i])[0][0, 0] for i in range(4)] for number in range(3)]
-    visited = [sorted(prompt_of(drawn, queries, 1, 0) for queries in each) for each in rounds]
-    assert visited == [[0, 0, 1, 1], [0, 0, 2, 2], [1, 1, 2, 2]]
-    order = [prompt_of(drawn, queries, 1, 0) for each in rounds for queries in each]
-    assert order != sorted(order[:4]) + sorted(order[4:8]) + sorted(order[8:]), "batches of two prompts must be mixed"
-    every = [queries for each in rounds for queries in each]
-    assert not any(torch.equal(a, b) for i, a in enumerate(every) for b in every[:i])
-
-
 def test_batches_do_not_depend_on_other_layers_or_on_where_a_run_begins() -> None:
     both, alone = batches([0, 1]), batches([1])
     for number in (0, 1, 5):
@@ -95,14 +83,6 @@ def test_batches_do_not_depend_on_other_layers_or_on_where_a_run_begins() -> Non
     resumed = batches([1])([6])
     for several, one in zip(alone([5, 6]), resumed, strict=True):
         assert torch.equal(several[:, :, 8:], one)
-
-
-def test_candidate_positions_are_disjoint_until_all_were_drawn() -> None:
-    sets = list(islice(random_positions(10, 4, torch.Generator().manual_seed(0)), 6))
-    assert all(len(each.unique()) == 4 and int(each.max()) < 10 for each in sets)
-    for first, second in zip(sets[::2], sets[1::2], strict=True):
-        assert len(torch.cat([first, second]).unique()) == 8
-    assert sorted(next(random_positions(5, 9, torch.Generator())).tolist()) == list(range(5))
 
 
 def test_few_rows_are_repeated_evenly_and_none_are_refused() -> None:
@@ -165,7 +145,7 @@ JOB = """
 import sys
 from pathlib import Path
 from msattn.trainer.methods.classifier.train import train_qmodel
-from tests.saap.test_online import online
+from tests.methods.classifier.test_online import online
 
 train_qmodel(online(*map(Path, sys.argv[1:])))
 """

@@ -100,16 +100,6 @@ def test_a_residual_classifier_adds_the_centroid_products(per_query_head: bool) 
     torch.testing.assert_close(corrected, router(queries) + products)
 
 
-def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
-    centroids = normalize(torch.randn(2, KV_HEADS, BUCKETS, DIM), dim=-1)
-    both, alone = QModel(KMeans(centroids, [1, 3]), 2, 6, seed=5), QModel(KMeans(centroids[1:], [3]), 2, 6, seed=5)
-    assert torch.equal(both.weight_in[1:], alone.weight_in)
-    assert torch.equal(both.weight_out[1:], alone.weight_out)
-    assert not torch.equal(both.weight_in[0], both.weight_in[1])
-    assert not torch.equal(QModel(KMeans(centroids, [1, 3]), 2, 6).weight_in, both.weight_in)
-    assert both.weight_out.abs().max() <= 6**-0.5
-
-
 def test_keys_are_assigned_by_the_partition() -> None:
     router = qmodel()
     keys = torch.randn(2, KV_HEADS, 11, DIM)
@@ -117,8 +107,3 @@ def test_keys_are_assigned_by_the_partition() -> None:
     assert (router.layers, router.num_buckets) == ([0, 3], BUCKETS)
     with pytest.raises(ValueError, match="layer=1"):
         router.scores(1, keys, keys)
-
-
-def test_a_number_of_heads_that_is_no_multiple_is_rejected() -> None:
-    with pytest.raises(ValueError, match="num_heads=3: expected a multiple of the partition's 2"):
-        QModel(qmodel().partition, 3, HIDDEN)

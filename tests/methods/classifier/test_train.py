@@ -4,7 +4,6 @@ import gc
 import json
 import shutil
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +33,9 @@ from msattn.trainer.methods.classifier.distillation import Distiller
 from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
-from msattn.trainer.methods.classifier.targets import QueryTargets, TargetCache, key_buckets, layer_targets
-from msattn.trainer.methods.classifier.train import layer_groups, train_qmodel
+from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
+from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.training.parts import FinishedParts
 from tests.factory import inputs_of_layers, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
 
@@ -99,25 +97,6 @@ def test_artifacts_load_and_record_their_source(trained: Path) -> None:
     assert not any(parameter.requires_grad for parameter in qmodel.parameters())
     query = torch.randn(1, 4, 1, 16)
     assert torch.isfinite(qmodel.scores(1, query, query)).all()
-
-
-@pytest.mark.slow
-def test_recall_is_logged_while_training_and_changes_nothing(text: Path, trained: Path, tmp_path: Path) -> None:
-    _, cfg = configs(text, tmp_path)
-    presets = replace(cfg.model.presets, probes=3)
-    cfg = replace(cfg, model=replace(cfg.model, presets=presets), train=replace(cfg.train, eval_every=10))
-    partition = trained / "toy" / "base" / "kmeans"
-    manifest = artifacts.read(train_qmodel(replace(cfg, artifacts=ArtifactsConfig(kmeans=str(partition))))).manifest
-    assert manifest["content_hash"] == artifacts.read(trained / "toy" / "base" / "qmodel").manifest["content_hash"]
-    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
-    lines = [json.loads(line) for line in (work / "layers_0-1" / "metrics.jsonl").read_text().splitlines()]
-    logged = [line for line in lines if "recall_qmodel@3" in line]
-    assert [line["step"] for line in logged] == [10, 20, 30]
-    assert not any(key.startswith("recall") and "@3" not in key for line in logged for key in line)
-    assert logged[0]["recall_qmodel@3"] < logged[-1]["recall_qmodel@3"] <= logged[-1]["recall_oracle@3"]
-    assert logged[-1]["heldout_loss"] == pytest.approx(manifest["metrics"]["heldout_loss"], rel=1e-5)
-    (read,) = [json.loads(line)["read"] for line in (work / "metrics.jsonl").read_text().splitlines() if "read" in line]
-    assert read == {"kind": "kmeans", "folder": str(partition), "content_hash": manifest["details"]["kmeans_hash"]}
 
 
 def test_thresholds_are_stored_and_may_be_missing(trained: Path, tmp_path: Path) -> None:
@@ -308,23 +287,6 @@ def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path,
         train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
 
 
-@pytest.mark.slow
-def test_a_finished_run_leaves_no_checkpoints(
-    text: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if it was resumed with other groups of layers."""
-    _, cfg = configs(text, tmp_path)
-    cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")), resume=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(Distiller, "forward", interrupted_after(15, Distiller.forward))
-        with pytest.raises(KeyboardInterrupt):
-            train_qmodel(cfg)
-    work = tmp_path / "toy" / "base" / "runs" / "qmodel"
-    assert list(work.glob("layers_0-1/checkpoints/*"))
-    train_qmodel(replace(cfg, qmodel=replace(cfg.qmodel, layers_at_once=1)))
-    assert not list(work.glob("*/checkpoints"))
-
-
 def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
     return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
 
@@ -363,45 +325,3 @@ def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_
         assert len(set(chosen)) == count
         assert set(chosen[:long_range]) <= set(far.tolist())
         torch.testing.assert_close(found["targets"][rows].double(), mass[chosen], rtol=0, atol=1e-3)  # fp16
-
-
-def test_long_range_0_uses_every_query() -> None:
-    x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
-    partition, generator = random_partition(x), torch.Generator().manual_seed(0)
-    positions = torch.arange(60, dtype=torch.int32)
-    found = layer_targets(x, partition, key_buckets(x, partition), QModelConfig(long_range=0), positions, generator, 60)
-    assert found["counts"].tolist() == found["long_range"].tolist() == [60] * 4
-
-
-def test_cached_rows_are_loaded_by_classifier(trained: Path, text: Path) -> None:
-    """The rows of a query group are contiguous, ordered by prompt; loading one layer gives the same rows."""
-    _, cfg = configs(text, trained)
-    partition = KMeans.load(trained / "toy" / "base" / "kmeans")
-    work = trained / "toy" / "base" / "runs" / "qmodel"
-    parts = FinishedParts(work / "cache", json.loads((work / "cache" / "settings.json").read_text()), resume=True)
-    cache = TargetCache(parts, "train", [None] * 4, partition, cfg)
-    files = [parts.load(cache.part_name(i))[0] for i in range(4)]
-    whole = cache.load([0, 1], 2, torch.device("cpu"))
-    assert whole.count.sum() == len(whole.queries) == cache.totals("counts").sum()
-    for layer, head in ((0, 0), (1, 0), (1, 1)):
-        expected = []
-        for file in files:
-            heads = file[f"{layer}.targets"].split(file[f"{layer}.counts"].tolist())
-            expected += heads[2 * head : 2 * head + 2]
-        first = int(whole.start[layer, head])
-        rows = whole.targets[first : first + int(whole.count[layer, head])]
-        assert torch.equal(rows, torch.cat(expected))
-    alone = cache.load([1], 2, torch.device("cpu"))
-    assert torch.equal(alone.queries, whole.queries[int(whole.start[1, 0]) :])
-    torch.testing.assert_close(alone.entropy, -torch.xlogy(alone.targets.float(), alone.targets.float()).sum(-1))
-
-
-def test_remaining_groups_are_the_same_after_some_are_finished() -> None:
-    for number in range(1, 40):
-        for at_once in range(1, 40):
-            groups = layer_groups(list(range(number)), at_once)
-            assert list(chain(*groups)) == list(range(number))
-            assert max(map(len, groups)) <= at_once
-            for finished in range(len(groups)):
-                assert layer_groups(list(chain(*groups[finished:])), at_once) == groups[finished:]
-    assert layer_groups([], 3) == []

@@ -15,9 +15,9 @@ from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.block_thresholds import calibrate
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
-from msattn.trainer.methods.gate.attn_gate import INITIAL_SCALE, AttnGate, Gate, GateScores, frequency_matched_projection
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
-from msattn.trainer.methods.policies import Nucleus, TopK
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
@@ -148,34 +148,6 @@ def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
             assert (single[:, :, -i, seen:] == 0).all()
 
 
-@torch.no_grad()
-def test_a_share_of_the_last_row_is_one_of_its_sum():
-    """Its scores sum to more than 1, so that a fixed sum would be reached too early."""
-    gate = noisy_gate(config(), std=0.2)
-    x = inputs_of_layers(tiny_model(), random_tokens(1, 256))[1]
-    scores, mask = GateScores(gate)(x)[:, :, -1], Selection(Nucleus(0.9), GateScores(gate)).blocks(x)[:, :, -1]
-    assert (scores.sum(-1) > 1.5).all()
-    assert ((scores * mask).sum(-1) >= 0.9 * scores.sum(-1)).all()
-
-
-@pytest.mark.parametrize("heads", ["query", "kv"])
-@torch.no_grad()
-def test_padding_does_not_change_the_last_row(heads):
-    gate = noisy_gate(config(heads=heads), std=0.2)
-    rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 9, 1)]
-    padding = [71 - len(row) for row in rows]
-    ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
-    mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
-    model = tiny_model()
-    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-    for b, row in enumerate(rows):
-        for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
-            scores, expected = GateScores(gate)(x), GateScores(gate)(alone)
-            blocks = expected.shape[-1]
-            torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
-            assert (scores[b, :, blocks:] == 0).all()
-
-
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
 def test_gate_rope_uses_the_models_frequencies_without_attention_factor(rope_type):
     model_config = tiny_config(rope=rope_type)
@@ -185,18 +157,6 @@ def test_gate_rope_uses_the_models_frequencies_without_attention_factor(rope_typ
     assert narrow.shape == (4,)
     if rope_type == "default":
         torch.testing.assert_close(narrow, inv_freq[::2])
-
-
-@pytest.mark.parametrize("hidden", [8, 16, 32])
-def test_untrained_gate_compares_block_means_of_matching_frequencies(hidden):
-    weight = frequency_matched_projection(16, hidden)
-    pairs = weight.argmax(1)
-    assert torch.equal(pairs[: hidden // 2] + 8, pairs[hidden // 2 :])
-    layer = AttnGate(16, 4, 2, config(hidden=hidden, q_pool=["avg"], k_pool=["avg"], rope=False))
-    q, k, _ = testing.random_qkv(1, 4, 2, 64, head_size=16)
-    if hidden >= 16:  # fewer dimensions leave some out
-        means = [t.unflatten(2, (4, BLOCK)).mean(3) for t in (q, k.repeat_interleave(2, 1))]
-        torch.testing.assert_close(layer(q, k, inv_freq=torch.ones(hidden // 2)), means[0] @ means[1].mT / 4 * INITIAL_SCALE**2)
 
 
 def test_scores_need_every_key_before_rope():
@@ -216,9 +176,7 @@ def loss_inputs(padding=None, heads=4):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("skip_rows", [0, 2])
-@pytest.mark.parametrize("padding", [None, [0, 30, 71]])
-@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize(("skip_rows", "padding", "heads"), [(0, None, 4), (2, [0, 30, 71], 2)])
 def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding, heads):
     logits, pooled, visible = loss_inputs(padding, heads)
     value = gate_loss(logits, pooled, visible, config(loss=loss, skip_rows=skip_rows))
@@ -241,13 +199,6 @@ def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding
     (gradient,) = torch.autograd.grad(value, logits)
     assert gradient.isfinite().all()
     assert (gradient.masked_select(~visible.expand_as(gradient)) == 0).all()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_loss_of_the_true_block_map_is_zero(loss):
-    _, pooled, visible = loss_inputs()
-    logits = (pooled / pooled.sum(-1, keepdim=True)).log().masked_fill(~visible, 5.0)
-    assert abs(gate_loss(logits, pooled, visible, config(loss=loss)).item()) < 1e-6
 
 
 def test_loss_of_confident_wrong_scores_is_finite():
@@ -317,7 +268,7 @@ def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.75])
-@pytest.mark.parametrize("sparsity", [0.0, 0.03, 0.4, 0.62, 0.8])
+@pytest.mark.parametrize("sparsity", [0.03, 0.62, 0.8])
 def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity, floor):
     model = tiny_model(initializer_range=0.3)
     gate = noisy_gate(config(), std=0.2)
@@ -382,10 +333,3 @@ def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]
     assert torch.equal(loaded.scores(x), gate.scores(x))
-
-
-def test_artifact_with_missing_tensors_is_refused(tmp_path):
-    gate = noisy_gate(config())
-    del gate.inv_freq
-    with pytest.raises(UserError, match="4 tensors, accepted are 5"):
-        Gate.load(write(gate, tmp_path / "gate"))

@@ -16,7 +16,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, Code, edited, rewritten
+from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, edited
 from tests.running import succeed
 
 GROUP = 2
@@ -142,21 +142,14 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     assert 3 * BLOCK / 203 < sparse.stats()["selectivity"] < 5 * BLOCK / 200
 
 
-FIRST = "model.layers.0.self_attn.attn_gate.attngate_linear_k.weight"
-NORM = "model.layers.0.self_attn.attn_gate.attngate_knorm.weight"
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
         (lambda at: edited(at, model_type="llama"), "model_type=llama: accepted are qwen2, qwen3"),
         (lambda at: edited(at, base_model=None), "no key base_model"),
         (lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"), "seerattn_q_head_pooling_type=Qorig: accepted are Qproj"),
         (lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"), "seerattn_k_seq_pooling_type=Kmed: accepted are poolings"),
         (lambda at: edited(at, seerattn_k_seq_pooling_type="Kavgavg"), "the gates differ from ours: gate.k_pool"),
-        (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),
-        (lambda at: edited(at, seerattn_gate_hidden_size=8), "its RoPE is that of heads of size 16"),
         (
             lambda at: edited(at, seerattn_gate_hidden_size=8, seerattn_q_head_pooling_type="Qavg"),
             "seerattn_gate_hidden_size=8: with Qavg it is the head size, 16",
@@ -166,7 +159,6 @@ NORM = "model.layers.0.self_attn.attn_gate.attngate_knorm.weight"
             "does not ask for, model.layers.0.self_attn.attn_gate.attngate_knorm",
         ),
         (lambda at: edited(at, seerattn_use_qk_norm=1), "seerattn_use_qk_norm=1"),
-        (lambda at: edited(at, seerattn_q_head_pooling_type="Qavg"), "does not ask for, model.layers.0."),
         (lambda at: edited(at, seerattn_q_head_pooling_type="Qavgproj"), "by config.json it is [2, 16, 16]"),
         (lambda at: edited(at, seerattn_token_budget=0), "seerattn_token_budget=0"),
         (lambda at: edited(at, seerattn_start_layer=2), "seerattn_start_layer=2: the model has 2 layers"),
@@ -176,14 +168,7 @@ NORM = "model.layers.0.self_attn.attn_gate.attngate_knorm.weight"
             ),
             "full attention",
         ),
-        (
-            lambda at: edited(at, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope_type=dynamic",
-        ),
         (lambda at: edited(at, num_hidden_layers=3, layer_types=None), "has no model.layers.2.self_attn.attn_gate.attngate_"),
-        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}), "has the shape [2, 47, 16], by config.json it is"),
-        (lambda at: rewritten(at, lambda t: t | {NORM: t[NORM] / 0}), "not finite"),
-        (lambda at: rewritten(at, lambda t: t | {NORM: Code()}), "does not hold weights alone"),
     ],
 )
 def test_other_files_are_refused(

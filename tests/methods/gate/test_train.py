@@ -9,7 +9,6 @@ import torch
 
 import msattn
 from msattn.trainer import artifacts, data, models
-from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -32,7 +31,7 @@ import os, sys
 from pathlib import Path
 import torch
 from tests.methods.gate.test_train import two_rank_config
-from msattn.trainer.methods.gate import distillation, train_gate
+from msattn.trainer.methods.gate import distillation, train
 
 class Recording(distillation.GateDistiller):
     seen = []
@@ -43,9 +42,9 @@ class Recording(distillation.GateDistiller):
             outputs["parts"]["layer 1"] *= torch.nan
         return outputs
 
-train_gate.GateDistiller = Recording
+train.GateDistiller = Recording
 root, name, nan_pass = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-train_gate.train_gate(two_rank_config(root, name))
+train.train_gate(two_rank_config(root, name))
 torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
 """
 
@@ -145,21 +144,6 @@ def test_a_decode_gate_lies_beside_a_prefill_gate(root):
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
 
-@pytest.mark.slow
-def test_recall_is_logged_for_each_layer(root):
-    cfg = run_config(root, "recall", train=TrainConfig(lr=1e-3, steps=2, eval_every=1, log_every=1))
-    manifest = artifacts.read(train_gate(cfg)).manifest
-    recalls = [line for line in logged(cfg) if "recall/gate@0.9" in line and "step" in line]
-    assert [line["step"] for line in recalls] == [1, 2]
-    for layer in range(2):
-        assert 0 < recalls[1][f"recall/gate@0.9/layer {layer}"] <= 1
-        assert 0 < recalls[1][f"recall/oracle@0.5/layer {layer}"] <= 1
-    assert manifest["metrics"]["recall/gate@0.8"] == recalls[1]["recall/gate@0.8"]
-    drawn = sorted((work_folder(cfg) / "maps").iterdir())
-    assert [path.name for path in drawn] == ["step-000001.png", "step-000002.png"]
-    assert drawn[0].read_bytes() != drawn[1].read_bytes()
-
-
 def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
     cfg = run_config(root, "unseen", train=TrainConfig(lr=1e-3, steps=1))
     work_folder(cfg).mkdir(parents=True)
@@ -197,21 +181,6 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     for number in range(2):  # pass over the data
         seen = torch.cat([of_rank[4 * number : 4 * number + 4] for of_rank in ranks]).tolist()
         assert sorted(seen) == sorted(chunks[i]["input_ids"].tolist() for i in range(8))
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_in_one_rank_stops_both(root):
-    job = Job(SHARED, root, root, "torn", 3, processes=2)  # two passes a step
-    assert job.wait() == 1
-    assert job.err.read_text().count("TrainingDiverged: the loss of layer 1 is not finite, seen at step 2") == 2
-    assert not (root / "outputs" / "small" / "torn" / "gate").exists()
-
-
-def test_the_papers_recipe_is_evaluated_by_its_name():
-    trained = compose("train-gate", ["experiment=seer_llama31"])
-    evaluated = compose("eval", ["model=llama3", "name=seer", "dtype=bfloat16"])  # as the header of the experiment says
-    assert evaluated.folder == trained.folder
-    assert evaluated.eval.perplexity.length == trained.data.seq_len
 
 
 @pytest.mark.slow

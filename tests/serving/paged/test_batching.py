@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
-from transformers.generation.continuous_batching import initialization
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
-from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.untrained.quest import QuestPages
 from msattn.trainer.methods.untrained.random import RandomBuckets
@@ -61,16 +60,6 @@ def test_configurations_that_cannot_be_served_are_refused(name: str) -> None:
     options, message = CONFIGURED[name]
     with attach_reading_all(model) as sparse, pytest.raises(UserError, match=message):
         model.init_continuous_batching(GREEDY, sparse.batching_config(**options))
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [("gemma2", "layer 0 keeps the model's own attention"), ("phi3", "sliding window"), ("llama4_text", "layer 0 keeps")],
-)
-def test_models_with_windows_are_refused(family: str, message: str) -> None:
-    model = tiny_model(family)
-    with attach(model, gate=gate_for(model)), pytest.raises(UserError, match=message):
-        model.generate_batch(prompts_of(20), GREEDY)
 
 
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,48 +135,6 @@ def test_attention_sinks_are_refused() -> None:
         model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
         with pytest.raises(UserError, match="attention sinks are not supported"):
             model.generate_batch(prompts_of(20), GREEDY)
-
-
-def test_a_model_on_the_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = tiny_model(), prompts_of(20)
-    expected = [alone(model, prompt) for prompt in prompts]
-    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
-    with attach_reading_all(model) as sparse:
-        options: dict[str, Any] = {"use_cuda_graph": (False, True), "use_async_batching": True}
-        config = sparse.batching_config(page_size=PAGE, **options)
-        resolved = model.init_continuous_batching(GREEDY, config).continuous_batching_config
-        assert (resolved.use_cuda_graph, resolved.use_async_batching) == ((False, False), False)
-        assert together(model, sparse, prompts, **options) == expected
-
-
-def test_a_reason_against_cuda_graphs_is_told() -> None:
-    model = tiny_model()
-    model.model.layers[0].register_forward_hook(lambda *_: None)
-    with attach_reading_all(model) as sparse:
-        managers = model.init_continuous_batching.__self__
-        manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE))
-        manager.continuous_batching_config.use_cuda_graph = (False, True)
-        with pytest.warns(ModelWarning, match=r"without CUDA graphs, more slowly: the module layers.0 has a forward hook"):
-            managers._configure(manager, sparse.batching_config(), 4)
-        assert manager.continuous_batching_config.use_cuda_graph == (False, False)
-
-
-def test_all_managers_end_though_one_cannot_be_stopped() -> None:
-    """transformers refuses to stop a manager inside of its pause."""
-    model = tiny_model()
-    sparse = enable(model, gate=gate_for(model), select=EVERY_BLOCK)
-    config = sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=64)
-    managers = [model.init_continuous_batching(GREEDY, config) for _ in range(3)]
-    for manager in managers:
-        manager.start()
-        manager.add_request(prompts_of(20)[0], max_new_tokens=2)
-        assert manager.get_result(timeout=20).error is None
-    with managers[1].pause(), pytest.raises(RuntimeError, match="inside a pause"):
-        disable(model)
-    assert [manager.is_running() for manager in managers] == [False, True, False]
-    assert len(sparse.paged._states) == 0
-    managers[1].stop(hard_stop=True)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_default_configuration() -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from msattn.trainer import models
 from msattn.trainer.attach import attach
-from msattn.trainer.config import ModelConfig, SelectConfig
+from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.random import RandomBuckets
@@ -93,16 +92,6 @@ def test_reading_every_key_gives_the_tokens_of_dense_generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "granite", "smollm3", "olmo2", "glm4", "mixtral"])
-def test_families(family: str) -> None:
-    model = tiny_model(family)
-    prompts = prompts_of(20, 70, 100)
-    expected = [alone(model, prompt) for prompt in prompts]
-    with attach_reading_all(model) as sparse:
-        assert together(model, sparse, prompts, max_batch_tokens=48) == expected
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("select", ["gate", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
@@ -165,16 +154,6 @@ def test_routers_without_training(router: str) -> None:
         assert sparse.stats()["sparsity"] is None
     if router == "k-means":  # the hashes of random buckets change with each rounding
         assert found == expected
-
-
-def test_a_selection_alone_and_a_router_alone() -> None:
-    model, prompts = tiny_model(), prompts_of(120, 190)
-    dense = [alone(model, prompt) for prompt in prompts]
-    for options in ({"gate": gate_for(model), "select": EVERY_BLOCK}, {**ROUTED, "probes": BUCKETS}):
-        with attach(model, **options) as sparse:
-            assert together(model, sparse, prompts) == dense
-            stats = sparse.stats()
-        assert (stats["sparsity"], stats["selectivity"]) == ((0, None) if "gate" in options else (None, 1))
 
 
 @pytest.mark.parametrize("pages_of_request", [None, 0])
@@ -268,29 +247,6 @@ def test_short_sequences_in_a_graph_read_every_key() -> None:
     with attach(model, **ROUTED | {"recent": 8}, dense_below=100) as sparse:
         assert together(model, sparse, [short, long])[0] == dense
         assert sparse.stats()["selectivity"] < 1
-
-
-@pytest.mark.slow
-def test_the_embedded_model() -> None:
-    model = models.load(ModelConfig(name="tiny", path="embedded")).model
-    prompts = prompts_of(900, 1500, 300, prefix=256)
-    dense = [alone(model, prompt) for prompt in prompts]
-    options: dict[str, Any] = {"page_size": 256, "max_batch_tokens": 768, "num_blocks": 24}
-    with attach(model, gate="embedded", qmodel="embedded", select="topk", sparsity=0.0, probes=64, dense_below=0) as sparse:
-        assert together(model, sparse, prompts, **options) == dense
-        assert sparse.stats()["selectivity"] == 1
-    with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
-        expected = [alone(model, prompt) for prompt in prompts]
-        alone_stats = sparse.stats()
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
-            assert together(model, sparse, [prompt], **options) == [tokens]
-    with attach(model, gate="embedded", qmodel="embedded", recent=256, dense_below=0) as sparse:
-        together(model, sparse, prompts, **options | {"max_batch_tokens": 4096, "allow_block_sharing": False})
-        stats = sparse.stats()
-    for name in ("sparsity", "selectivity"):
-        assert stats[name] == pytest.approx(alone_stats[name], rel=0.02)
-        assert 0.1 < stats[name] < 0.9
 
 
 def test_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,393 @@
+"""Hostile tensors, caches and arguments of passes and of ``generate`` of an attached model."""
+
+import copy
+import math
+import random
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from msattn.trainer.errors import UserError
+from tests.adversary.attached import (
+    EVERY_BLOCK,
+    EVERY_BUCKET,
+    EVERYTHING,
+    LENGTH,
+    PHASES,
+    VOCABULARY,
+    Inputs,
+    alone,
+    attached,
+    cache_of,
+    inputs_of,
+    model,
+    partition,
+    run,
+    same,
+    with_id,
+)
+from tests.adversary.damage import drawn
+from tests.adversary.tries import Tries, spread
+from tests.factory import random_tokens, tiny_config, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@cache
+def expected_of(phase: str) -> Tensor:
+    return tokens_of(run(model(), inputs_of(phase)), inputs_of(phase))
+
+
+def tokens_of(found: Tensor, inputs: Inputs) -> Tensor:
+    """Returns the logits of the tokens that are not padding."""
+    return found[inputs["attention_mask"][:, -inputs["input_ids"].shape[1] :] > 0]
+
+
+def equal(found: Tensor, expected: Tensor | None, phase: str) -> bool:
+    """Returns whether the results of a pass agree; those at padding need not."""
+    if expected is None or found.shape != expected.shape or not found.numel():
+        return False
+    inputs = inputs_of(phase)
+    padded = found.shape[:2] == inputs["input_ids"].shape
+    return same(found, expected) or (padded and same(tokens_of(found, inputs), tokens_of(expected, inputs)))
+
+
+IDS = {f"id {n} at {at}": with_id(n, *at) for n in (-1, VOCABULARY, 2**40) for at in ((0, 0), (1, -1))}
+DTYPES = {
+    str(dtype): (lambda x, dtype=dtype: x.to(dtype))
+    for dtype in (
+        torch.uint8, torch.int32, torch.uint64, torch.bfloat16, torch.float64, torch.bool, torch.complex64,
+    )
+}  # fmt: skip
+SHAPES: dict[str, Callable[[Tensor], Any]] = {
+    "one row": lambda x: x[:1],
+    "three rows": lambda x: torch.cat([x, x[:1]]),
+    "no row": lambda x: x[:0],
+    "no token": lambda x: x[:, :0],
+    "a number": lambda x: x[0, 0],
+    "3D": lambda x: x[None],
+    "flat": lambda x: x.flatten(),
+    "one column less": lambda x: x[:, 1:],
+    "one column more": lambda x: torch.cat([x, x[:, -1:]], dim=1),
+    "expanded": lambda x: x[:1].expand(2, -1),
+    "not contiguous": lambda x: x.T.contiguous().T,
+    "with gradients": lambda x: x.float().requires_grad_(),
+}
+CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda x: x.tolist(),
+    "tuple of rows": tuple,
+    "numpy": lambda x: x.numpy(),
+    "dict": lambda x: {"input_ids": x},
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "quantized": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.qint8),
+    "nested": lambda x: torch.nested.nested_tensor(list(x)),
+    "model": lambda x: model(),
+}
+MASKS: dict[str, Callable[[Tensor], Any]] = {
+    "zeros": torch.zeros_like,
+    "a row of zeros": lambda x: x * torch.tensor([[0], [1]]),
+    "right padding": lambda x: x.flip(1),
+    "a hole": lambda x: x.scatter(1, torch.tensor([[x.shape[1] // 2]] * 2), 0),
+    "negative": lambda x: -x,
+    "halves": lambda x: 0.5 * x,
+    "NaN": lambda x: torch.where(x > 0, 1.0, math.nan),
+    "additive": lambda x: torch.where(x > 0, 0.0, -math.inf),
+    "starts": lambda x: (x == 0).sum(-1).int(),
+    "causal": lambda x: torch.ones(2, 1, x.shape[1], x.shape[1]).tril(),
+    "none": lambda x: None,
+}
+POSITIONS: dict[str, Callable[[Tensor], Any]] = {
+    "negative": lambda x: x - 1000,
+    "far": lambda x: x + 10**6,
+    "descending": lambda x: x.flip(1),
+    "equal": torch.zeros_like,
+    "from 0": lambda x: torch.arange(x.shape[1]).expand(2, -1),
+    "packed": lambda x: x % 7,
+    "halves": lambda x: x + 0.5,
+    "NaN": lambda x: x * math.nan,
+    "none": lambda x: None,
+}
+EMBEDDINGS: dict[str, Callable[[Tensor], Any]] = {
+    "right": lambda x: x,
+    "narrow": lambda x: x[..., :-1],
+    "double": lambda x: x.double(),
+    "half": lambda x: x.half(),
+    "batch of ids": lambda x: x.long(),
+}
+DAMAGES: dict[str, dict[str, Callable[[Tensor], Any]]] = {
+    "input_ids": IDS | DTYPES | SHAPES | CONTAINERS | {"none": lambda x: None},
+    "attention_mask": MASKS | DTYPES | SHAPES | CONTAINERS,
+    "position_ids": POSITIONS | DTYPES | SHAPES | CONTAINERS,
+    "inputs_embeds": EMBEDDINGS | DTYPES | SHAPES | CONTAINERS,
+}
+
+
+def damaged(inputs: Inputs, name: str, label: str) -> Inputs | None:
+    """Returns ``inputs`` with a damage; None if a tensor of this shape cannot have it."""
+    before = inputs
+    if name == "inputs_embeds":
+        before = {**inputs, "input_ids": None, name: model().get_input_embeddings()(inputs["input_ids"]).detach()}
+    try:
+        return {**before, name: DAMAGES[name][label](before[name])}
+    except (ValueError, IndexError, RuntimeError):
+        return None
+
+
+def refusable(base: Any, inputs: Inputs, phase: str) -> Tensor:
+    """Returns the logits of a pass. After a refusal the undamaged pass must serve the same cache."""
+    try:
+        return run(base, inputs)
+    except ValueError:
+        whole = {**inputs_of(phase), **({"past_key_values": inputs["past_key_values"]} if phase != "prompt" else {})}
+        assert same(tokens_of(run(base, whole), whole), expected_of(phase)), "the refused pass changed the cache"
+        raise
+
+
+def test_tensors_of_a_pass(tries: Tries, steps: Callable[[str], None]) -> None:
+    """Each tensor with other values, types and shapes; a prompt, a chunk after cached tokens, or a single token."""
+    for (name, label), phase in spread([(name, label) for name, all in DAMAGES.items() for label in all], PHASES):
+        steps(phase)
+        inputs, copied = damaged(inputs_of(phase), name, label), damaged(inputs_of(phase), name, label)
+        if inputs is None or copied is None:
+            continue
+        expected = alone(partial(run, inputs=copied))
+        call = partial(attached, EVERYTHING, partial(refusable, inputs=inputs, phase=phase))
+        right = partial(equal, expected=expected, phase=phase)
+        tries.python(f"{phase}: {name} {label}", call, right, refusal=ValueError)  # also transformers' and the kernels'
+
+
+DEVIATIONS: list[dict[str, Any]] = [
+    {}, {"layers": 0}, {"layers": 1}, {"layers": 3}, {"batch": 0}, {"batch": 1}, {"batch": 3}, {"heads": 1}, {"heads": 4},
+    {"size": 8}, {"size": 32}, {"dtype": torch.bfloat16}, {"dtype": torch.int64}, {"lengths": (0, LENGTH)},
+    {"lengths": (LENGTH, LENGTH - 1)}, {"lengths": (0, 0)}, {"values": slice(0, LENGTH - 1)}, {"device": "meta"},
+]  # fmt: skip
+MAKES = ("dynamic", "static", "taken over")
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "tuple of tensors": lambda: tuple((torch.zeros(2, 2, LENGTH, 16),) * 2 for _ in range(2)),
+    "string": lambda: "cache",
+    "dict": dict,
+    "layer": lambda: cache_of("dynamic").layers[0],
+    "encoder and decoder": lambda: EncoderDecoderCache(cache_of("dynamic"), cache_of("dynamic")),
+    "offloaded": lambda: DynamicCache(config=tiny_config(), offloading=True),
+    "sliding": lambda: DynamicCache(config=tiny_config("mistral", sliding_window=8)),
+    "no layers": DynamicCache,
+    "short": lambda: StaticCache(config=tiny_config(), max_cache_len=LENGTH),
+    "early": lambda: early(4),
+    "layers that are None": lambda: with_layers([None, None]),
+}
+
+
+def early(batch: int) -> Any:
+    """Returns an empty static cache whose memory is for ``batch`` sequences."""
+    found = StaticCache(config=tiny_config(), max_cache_len=3 * LENGTH)
+    found.early_initialization(batch, 2, 16, torch.float32, torch.device("cpu"))
+    return found
+
+
+def with_layers(layers: list[Any]) -> Any:
+    found = DynamicCache()
+    found.layers = layers
+    return found
+
+
+def test_caches(tries: Tries, steps: Callable[[str], None]) -> None:
+    """Caches of other models, batches and types, unequal layers, and objects that are no caches."""
+    makers: dict[str, Callable[[], Any]] = dict(OBJECTS)
+    for make, deviation in product(MAKES, DEVIATIONS):
+        makers[f"{make} {deviation}"] = partial(cache_of, make, **deviation)
+    for name, phase in spread(makers, ("chunk", "token", "step", "token")):
+        try:
+            held, copied = makers[name](), makers[name]()
+        except Exception:
+            continue
+        if name == "static {'device': 'meta'}":
+            continue  # the length of a static cache is a tensor, which has no value there
+        steps(phase)
+        ids = inputs_of(phase)["input_ids"]
+        copied = DynamicCache() if alone(lambda _, past=copied: past.get_seq_length()) == 0 else copied  # shapes do not matter
+        expected = alone(partial(run, inputs={"input_ids": ids, "past_key_values": copied}))
+        call = partial(attached, EVERYTHING, partial(run, inputs={"input_ids": ids, "past_key_values": held}))
+        right = lambda found, e=expected: e is not None and same(found, e)  # noqa: E731
+        tries.python(f"{phase}: {name}", call, right, refusal=ValueError)  # also the kernels'
+
+
+CONTEXTS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "blocks": EVERY_BLOCK,
+    "buckets": EVERY_BUCKET,
+    "both": EVERYTHING,
+    "one dense layer": {**EVERYTHING, "dense_layers": (0,)},
+    "short window": {**EVERY_BUCKET, "recent": 1, "sink": 0},
+    "long window": {**EVERY_BUCKET, "recent": 500},
+    "other partition": {**EVERYTHING, "qmodel": partition(seed=1)},
+    "more buckets": {**EVERYTHING, "qmodel": partition(buckets=7), "probes": 7},
+    "partition after RoPE": {**EVERYTHING, "qmodel": partition(rope=True)},
+}
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda past: None,
+    "crop(-5)": lambda past: past.crop(-5),
+    "crop(-10**6)": lambda past: past.crop(-(10**6)),
+    "crop(5)": lambda past: past.crop(5),
+    "crop(0)": lambda past: past.crop(0),
+    "reset": lambda past: past.reset(),
+    "reorder": lambda past: past.reorder_cache(torch.arange(len(past.layers[0].keys)).flip(0)),
+    "repeat": lambda past: past.batch_repeat_interleave(2),
+    "select": lambda past: past.batch_select_indices(torch.arange(len(past.layers[0].keys))[-1:]),
+    "copy": copy.deepcopy,
+}
+
+
+def conversation(turns: list[tuple[str, str, int]], sparse: bool) -> list[Tensor]:
+    """Returns the logits of passes over one cache, in contexts that change from turn to turn, after edits of the cache."""
+    base, found = model(), []
+    past: Any = DynamicCache(config=base.config)
+    ids = random_tokens(4, 10 * LENGTH, seed=7)
+    for context, edit, tokens in turns:
+        changed = EDITS[edit](past) if past.get_seq_length() else None
+        past = past if changed is None else changed
+        start = past.get_seq_length()
+        past = past if start or sparse else DynamicCache(config=base.config)  # the shapes of an empty cache do not matter
+        first: Any = past.layers[0] if start else None
+        rows = len(first.keys) if start else 2
+        options = CONTEXTS[context] if sparse else None
+        use = partial(run, inputs={"input_ids": ids[:rows, start : start + tokens], "past_key_values": past})
+        found.append(use(base) if options is None else attached(options, use))
+    return found
+
+
+def test_one_cache_in_several_contexts(tries: Tries, steps: Callable[[str], None]) -> None:
+    """Random conversations that leave and enter attach: as without attach, or refused where the partition is another one."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        turns = [(draw.choice([*CONTEXTS]), draw.choice([*EDITS]), draw.choice((1, 1, 7, LENGTH))) for _ in range(5)]
+        steps(draw.choice(PHASES))
+        expected = alone(lambda _, turns=turns: conversation(turns, sparse=False))
+        mixed = sum(name in ("other partition", "more buckets", "partition after RoPE") for name, _, _ in turns)
+
+        def right(found: list[Tensor], expected: Any = expected) -> bool:
+            return all(map(same, found, expected))
+
+        accepted = False if expected is None else None if mixed else True
+        call = partial(conversation, turns, sparse=True)
+        tries.python(turns, call, right, accepted=accepted, refusal=ValueError)  # the edits' own
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"cache_implementation": each} for each in ("static", "offloaded", "dynamic", "quantized", "nonsense")),
+    *({"num_beams": n} for n in (0, 2)),
+    *({"num_return_sequences": n} for n in (0, 2)),
+    *({"max_new_tokens": n} for n in (0, 1, -1)),
+    {"max_length": 1},
+    {"use_cache": False},
+    *({"prompt_lookup_num_tokens": n} for n in (0, 2)),
+    {"assistant_model": "self"},
+    {"assistant_model": "other vocabulary"},
+    {"output_attentions": True, "return_dict_in_generate": True},
+    *({"past_key_values": each} for each in ("as long", "longer", "empty", "other batch", "of three layers", "list")),
+    *({"attention_mask": each} for each in ("short", "right padding", "a hole", "zeros", "3D", "one row", "float", "none")),
+    *({"input_ids": each} for each in ("empty", "no rows", "vector", "float", "negative", "large", "none")),
+    *({"inputs_embeds": each} for each in ("too", "only", "of other width")),
+    {"position_ids": "short"},
+    {"do_sample": True, "temperature": -1.0},
+    {"prefill_chunk_size": 7},
+    {"guidance_scale": 2.0},
+]
+
+
+def arguments(setting: Mapping[str, Any]) -> Inputs:
+    """Returns the arguments of ``generate`` that a setting describes."""
+    ids = random_tokens(2, LENGTH, seed=3)
+    named: dict[tuple[str, Any], Callable[[], Any]] = {
+        ("assistant_model", "self"): model,
+        ("assistant_model", "other vocabulary"): lambda: tiny_model(vocab_size=64),
+        ("past_key_values", "as long"): partial(filled, LENGTH),
+        ("past_key_values", "longer"): partial(filled, 2 * LENGTH),
+        ("past_key_values", "empty"): DynamicCache,
+        ("past_key_values", "other batch"): partial(filled, LENGTH - 1, 1),
+        ("past_key_values", "of three layers"): partial(cache_of, "dynamic", layers=3),
+        ("past_key_values", "list"): list,
+        ("attention_mask", "short"): lambda: torch.ones(2, LENGTH - 1),
+        ("attention_mask", "right padding"): lambda: torch.ones(2, LENGTH).tril(LENGTH - 3),
+        ("attention_mask", "a hole"): lambda: torch.ones(2, LENGTH).index_fill(1, torch.tensor(5), 0),
+        ("attention_mask", "zeros"): lambda: torch.zeros(2, LENGTH),
+        ("attention_mask", "3D"): lambda: torch.ones(2, 1, LENGTH),
+        ("attention_mask", "one row"): lambda: torch.ones(1, LENGTH),
+        ("attention_mask", "float"): lambda: torch.full((2, LENGTH), 0.5),
+        ("attention_mask", "none"): lambda: None,
+        ("input_ids", "empty"): lambda: ids[:, :0],
+        ("input_ids", "no rows"): lambda: ids[:0],
+        ("input_ids", "vector"): lambda: ids[0],
+        ("input_ids", "float"): ids.float,
+        ("input_ids", "negative"): lambda: with_id(-1, 0, 3)(ids),
+        ("input_ids", "large"): lambda: with_id(VOCABULARY, 0, 3)(ids),
+        ("input_ids", "none"): lambda: None,
+        ("inputs_embeds", "too"): lambda: model().get_input_embeddings()(ids),
+        ("inputs_embeds", "only"): lambda: model().get_input_embeddings()(ids),
+        ("inputs_embeds", "of other width"): lambda: torch.zeros(2, LENGTH, 3),
+        ("position_ids", "short"): lambda: torch.arange(3)[None],
+    }
+    values = {name: named[name, value]() if (name, value) in named else value for name, value in setting.items()}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, **values}
+    if setting.get("inputs_embeds") in ("only", "of other width"):
+        del given["input_ids"]
+    return given
+
+
+@torch.no_grad()
+def filled(length: int, batch: int = 2) -> DynamicCache:
+    past = DynamicCache(config=model().config)
+    model()(random_tokens(batch, length, seed=3), past_key_values=past)
+    return past
+
+
+def generated(base: Any, setting: Mapping[str, Any]) -> Tensor:
+    torch.manual_seed(0)
+    found: Any = base.generate(**arguments(setting))
+    return found if isinstance(found, Tensor) else found.sequences
+
+
+def outcome(setting: Mapping[str, Any]) -> tuple[Tensor | None, Exception | None, bool]:
+    """Returns the tokens of the model alone, or its error and whether that came from the decoder."""
+    decoder, inside = model().get_decoder(), [False]
+    hooks = [
+        decoder.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True)),
+        decoder.register_forward_hook(lambda *_: inside.__setitem__(0, False)),
+    ]
+    try:
+        return generated(model(), setting), None, False
+    except Exception as error:
+        return None, error, inside[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_generate(tries: Tries, steps: Callable[[str], None]) -> None:
+    """Settings alone and in pairs: the tokens of the model alone, or a refusal, which may be that of transformers itself."""
+    pairs = [{**a, **b} for a, b in combinations(SETTINGS, 2) if not a.keys() & b.keys()]
+    for setting, phase in spread([*SETTINGS, *drawn(pairs, 30)], PHASES):
+        steps(phase)
+        expected, error, in_decoder = outcome(setting)
+        if error is not None and not in_decoder and not isinstance(error, ValueError):
+            continue  # an error of transformers, which the attached model does not see
+
+        def call(base: Any, setting: Mapping[str, Any] = setting, error: Exception | None = error) -> Tensor:
+            try:
+                return generated(base, setting)
+            except ValueError as refused:
+                if error is not None and str(refused) == str(error):
+                    raise UserError("as without attach") from refused
+                raise
+
+        right = lambda found, e=expected: e is not None and torch.equal(found, e)  # noqa: E731
+        tries.python(setting, partial(attached, EVERYTHING, call), right)

@@ -1,0 +1,233 @@
+"""Writers that are killed or fail at each file operation, and several processes at one folder.
+
+What was complete before stays, the next run works, and readers find a whole artifact at every moment.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from msattn.trainer.artifacts import read
+from msattn.trainer.errors import UserError
+from msattn.trainer.storage import lock, replace
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import current_folder, replace_folder
+from tests.adversary.steps import Child, count_changes, killed_at
+from tests.adversary.tries import Tries
+from tests.jobs import Job
+from tests.test_artifacts import save
+
+FILES = ("a.json", "b.json", "c.json")  # of each generation of results; every file holds the generation's number
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """True on a file system that exchanges two folders at once."""
+    if not request.param:
+        monkeypatch.setattr(replace, "_rename_exchange", lambda a, b: False)
+    return request.param
+
+
+def kept(old: Path) -> Path:
+    """The name under which results of an earlier generation are kept."""
+    return old.with_name(f"eval-{generation(old)}")
+
+
+def write(folder: Path, number: int, *, keeps: bool) -> None:
+    with replace_folder(folder, keep=kept if keeps else None) as new:
+        for name in FILES:
+            (new / name).write_text(json.dumps(number))
+
+
+def generation(folder: Path) -> int:
+    """The number of a complete generation; fails if files are missing or differ."""
+    numbers = {json.loads((folder / name).read_text()) for name in FILES}
+    assert len(numbers) == 1
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    return numbers.pop()
+
+
+def fault(folder: Path, before: int, attempted: int, *, keeps: bool, exchange: bool) -> str | None:
+    """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``, and after the next run."""
+    if exchange and before and not folder.exists():
+        return "no results in place"
+    seen = current_folder(folder)
+    if (seen.exists() or before) and generation(seen) not in range(before, attempted + 1):
+        return f"generation {generation(seen)} in place"
+    write(folder, attempted + 1, keeps=keeps)
+    if generation(folder) != attempted + 1:
+        return "the results of the next run are not in place"
+    beside = {path.name for path in folder.parent.iterdir()} - {"eval"}
+    names = [f"eval-{number}" for number in range(1, attempted + 1)]
+    if not (set(names[:before]) <= beside <= set(names) if keeps else beside == set()):
+        return f"beside the results: {sorted(beside)}"
+    wrong = [name for name in beside if kept(folder.with_name(name)).name != name]
+    return f"{wrong[0]} holds another generation" if wrong else None
+
+
+def checked(check: Callable[[], str | None]) -> str | None:
+    """Returns the fault that ``check`` finds; an error is one."""
+    try:
+        return check()
+    except (AssertionError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(("keeps", "before"), [(True, 2), (False, 2), (False, 0)])
+def test_killed_at_each_step(tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int) -> None:
+    """One kill, or two runs that are killed one after the other; ``before`` generations were written before."""
+
+    def prepared(name: str) -> Path:
+        folder = tmp_path / name / "eval"
+        for number in range(1, before + 1):
+            write(folder, number, keeps=keeps)
+        return folder
+
+    probe = prepared("probe")
+    steps = count_changes(lambda: write(probe, before + 1, keeps=keeps), tmp_path / "count")
+    twice = [(first, steps - 1 - first) for first in range(0, steps, 3)]
+    for kills in [*((step,) for step in range(steps)), *twice]:
+        folder = prepared("tried")
+        for number, step in enumerate(kills, before + 1):
+            Child(killed_at(step, partial(write, folder, number, keeps=keeps))).wait()
+        check = partial(fault, folder, before, before + len(kills), keeps=keeps, exchange=exchange)
+        tries.record(f"killed at step {kills} of {steps}", checked(check))
+        shutil.rmtree(folder.parent)
+
+
+def write_artifact(folder: Path, value: float) -> None:
+    save(folder, value=value, overwrite=True)
+
+
+def value(folder: Path) -> float:
+    """The value of an artifact, which all of its weights have."""
+    (value,) = read(folder).tensors["a"].unique().tolist()
+    return value
+
+
+def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchange: bool) -> None:
+    """A reader beside the writer sees the old artifact or the new one at every moment."""
+    folder = tmp_path / "base" / "gate"
+    write_artifact(folder, 0.0)
+    steps = count_changes(partial(write_artifact, folder, 0.0), tmp_path / "count")
+
+    def fault(step: int) -> str | None:
+        before = value(folder)
+        new = before + 1
+        writer = Child(killed_at(step, partial(write_artifact, folder, new), between=partial(time.sleep, 0.002)))
+        seen = [before]
+        while (code := writer.poll()) is None:
+            seen.append(value(folder))
+        if set(seen) - {before, new} or seen != sorted(seen):
+            return f"a reader saw {seen}"
+        if code != (0 if step >= steps else -signal.SIGKILL):
+            return f"exit code {code}"
+        if exchange and not folder.exists():
+            return "no artifact in place"
+        if value(folder) not in (before, new):
+            return f"{value(folder)} in place"
+        write_artifact(folder, new + 1)
+        names = [path.name for path in folder.parent.iterdir()]
+        return None if value(folder) == new + 1 and names == ["gate"] else f"after the next run: {names}"
+
+    for step in range(steps + 1):
+        tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from msattn.trainer.storage import replace
+from tests.test_artifacts import save
+folder, number, exchanges = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "True"
+if not exchanges:  # as on a file system without renameat2
+    replace._rename_exchange = lambda a, b: False
+from msattn.trainer.errors import UserError
+while True:
+    try:
+        save(folder, value=number, overwrite=True)
+    except UserError as error:
+        assert "another run writes there (process" in str(error), error
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_readers_beside_two_writers(tries: Tries, tmp_path: Path, exchanges: bool) -> None:
+    folder = tmp_path / "outputs/tiny/base/gate"
+    save(folder)
+    writers = []
+    for number in (2, 3):
+        (tmp_path / str(number)).mkdir()
+        writers.append(Job(WRITER, tmp_path / str(number), folder, number, exchanges))
+    seen = set()
+    try:
+        writers[0].wait_for(lambda: read(folder).tensors["a"][0, 0] > 1)
+        for number in range(60):
+            fault = None
+            try:
+                values = read(folder if number % 2 else folder.parent, "gate").tensors["a"].unique()
+                seen.add(float(values[0]))
+                fault = None if len(values) == 1 else f"mixed values {values}"
+            except UserError as error:
+                fault = str(error)
+            tries.record(f"read {number}", fault)
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert seen - {1.0}, "no writer wrote"
+    assert not any(writer.err.read_text() for writer in writers), [writer.err.read_text() for writer in writers]
+
+
+@pytest.mark.slow
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    folder = tmp_path / "gate"
+    (tmp_path / "job").mkdir()
+    script = (
+        "import sys, time; from pathlib import Path; from msattn.trainer.storage.lock import locked\n"
+        "with locked(Path(sys.argv[1])): time.sleep(600)"
+    )
+    holder = Job(script, tmp_path / "job", folder)
+    file = tmp_path / ".gate.lock"
+    holder.wait_for(lambda: file.exists() and file.read_text())
+    pid = json.loads(file.read_text())["pid"]
+    with pytest.raises(UserError, match=rf"gate: another run writes there \(process {pid} on .*; wait for it"), locked(folder):
+        pass
+    os.kill(pid, signal.SIGKILL)
+    holder.wait()
+    with locked(folder), locked(folder):  # a thread may enter again
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert not file.exists()
+
+
+def test_another_thread_is_refused(tmp_path: Path) -> None:
+    def enter() -> None:
+        with locked(tmp_path / "gate"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "gate"), pytest.raises(UserError, match=f"process {os.getpid()} "):
+            pool.submit(enter).result()
+        pool.submit(enter).result()
+
+
+def test_ranks_of_one_run_share_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked(tmp_path / "gate"):
+        monkeypatch.setenv("RANK", "1")
+        with locked(tmp_path / "gate"):
+            pass
+    holder = lock._own() | {"run": "another"}
+    (tmp_path / ".gate.lock").write_text(json.dumps(holder))
+    with locked(tmp_path / "gate"):  # a file without a lock is of a process that ended
+        pass
+    monkeypatch.setattr(lock, "_is_locked", lambda path: True)
+    with pytest.raises(UserError, match="another run writes there"), locked(tmp_path / "gate"):
+        pass
