@@ -16,8 +16,8 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig, TopKConfig
 from msattn.trainer.evaluate import calibration, methods, perplexity
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
-from msattn.trainer.methods.block_thresholds import calibrate
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.loading import LOADERS
@@ -65,7 +65,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
     quest = next(method for method in found.block_selections if str(method.method) == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
-    expected = calibrate({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
+    expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
     assert label == "sparsity 0.6"
@@ -94,7 +94,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     text_of_chunks = replace(cfg.data, cache=str(tmp_path), seq_len=256)
     cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", block_size=16))
     passes = []
-    monkeypatch.setattr(calibration, "calibrate", lambda *given, **keys: passes.append(1) or calibrate(*given, **keys))
+    monkeypatch.setattr(calibration, "calibrate", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys))
 
     def calibrated(cfg: EvalRunConfig) -> dict[str, methods.BlockSelectionMethod]:
         found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)

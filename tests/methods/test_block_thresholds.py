@@ -8,9 +8,9 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.block_thresholds import SPARSITIES, calibrate
 from msattn.trainer.methods.blocks import candidate_blocks
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.thresholds import SPARSITIES, calibrate_blocks
 from msattn.trainer.methods.untrained.a_shape import measure_spans
 from msattn.trainer.methods.untrained.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
@@ -28,7 +28,7 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
         scorer: Scorer = measure_spans(model, chunks, BLOCK)
     else:
         scorer = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK)).scorer
-    table = calibrate({scores: scorer}, model, chunks)[scores]
+    table = calibrate_blocks({scores: scorer}, model, chunks)[scores]
     select = SelectConfig("calibrated", scores=scores, block_size=BLOCK, sparsity=0.6)
     selection = Selection.from_config(select, scorer=scorer, thresholds=table)
     triangle = [(row, col) for row in range(16, blocks) for col in range(row + 1)]
@@ -58,7 +58,7 @@ class Drawn:
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.9])
 def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity: float) -> None:
     """Measured on 64 blocks, rows with more than 16 blocks read the share at 24 to 128 blocks, or what is always read."""
-    table = calibrate({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 64 * BLOCK)[0]}])["drawn"]
+    table = calibrate_blocks({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 64 * BLOCK)[0]}])["drawn"]
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
     (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
     for blocks in (24, 32, 64, 128):
@@ -76,16 +76,16 @@ def test_all_scores_are_calibrated_in_one_pass() -> None:
     }
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     decoder = model.model.register_forward_pre_hook(lambda *_: passes.append(1))
-    together = calibrate(scorers, model, chunks)
+    together = calibrate_blocks(scorers, model, chunks)
     hook.remove()
     assert len(passes) == 1
     decoder.remove()
     for name, scorer in scorers.items():
-        assert calibrate({name: scorer}, model, chunks)[name] == together[name]
+        assert calibrate_blocks({name: scorer}, model, chunks)[name] == together[name]
 
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
-    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}])["quest"]
+    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}])["quest"]
     assert table["layers"][0][SPARSITIES.index(0.5)] is not None
     assert table["layers"][0][SPARSITIES.index(0.9)] is None
     x = inputs_of_layers(tiny_model(), random_tokens(1, 60 * BLOCK))[0]
@@ -99,13 +99,13 @@ def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
 def test_calibrated_scores_without_thresholds_are_refused() -> None:
     with pytest.raises(UserError, match=r"^select.policy=calibrated: needs calibrated thresholds of select.scores=quest; topk"):
         Selection.from_config(SelectConfig("calibrated", scores="quest"))
-    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])["quest"]
+    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])["quest"]
     with pytest.raises(UserError, match=r"^select.sparsity=0.97: quest is calibrated up to 0.95$"):
         Selection.from_config(SelectConfig("calibrated", scores="quest", sparsity=0.97), thresholds=table)
 
 
 def test_short_rows_are_read_whole() -> None:
-    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}])["quest"]
+    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}])["quest"]
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8)
     x = inputs_of_layers(tiny_model(), random_tokens(1, 40 * BLOCK))[0]
     mask = Selection.from_config(select, thresholds=table).blocks(x)
@@ -116,6 +116,6 @@ def test_short_rows_are_read_whole() -> None:
 def test_chunks_may_differ_in_length() -> None:
     ids = random_tokens(1, 60 * BLOCK)[0]
     chunks = [{"input_ids": ids[: blocks * BLOCK]} for blocks in (24, 60, 1, 33)]
-    table = calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
-    assert table == calibrate({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
+    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
+    assert table == calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
     assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table["layers"])

@@ -14,7 +14,7 @@ from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.key_thresholds import SHARES, bucket_sizes, calibrate, most_probes, threshold_at, thresholds
+from msattn.trainer.methods.thresholds import SHARES, bucket_sizes, calibrate_keys, densities_of, key_threshold, most_probes
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1
@@ -51,14 +51,14 @@ def test_bucket_sizes_count_the_keys_up_to_each_query(buckets: list[int], data: 
 def test_thresholds_are_interpolated_and_decrease() -> None:
     counts = torch.zeros(4000, dtype=torch.float64)
     counts[1500:1700] = 1  # densities 1 to 4, equally many keys in each hundredth of an octave
-    densities = thresholds(counts)
+    densities = densities_of(counts)
     assert densities == sorted(densities, reverse=True)
     assert densities[SHARES.index(0.5)] == pytest.approx(2, rel=0.01)
     table = {"shares": [0.01, 0.04], "densities": [8.0, 2.0]}
-    assert threshold_at(table, 0.02) == pytest.approx(4)
+    assert key_threshold(table, 0.02) == pytest.approx(4)
     for share in (0.005, 0.05):
         with pytest.raises(UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"):
-            threshold_at(table, share)
+            key_threshold(table, share)
 
 
 @pytest.mark.parametrize(("share", "buckets", "most"), [(0.05, 12, 12), (0.01, 1024, 64), (0.05, 1024, 256), (0.5, 1024, 1024)])
@@ -71,7 +71,7 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
     """The keys are counted one by one for every query, which needs none of the calibration's code."""
     model, ids, router = tiny_model(), random_tokens(3, 200), classifiers()
     chunks = [{"input_ids": row} for row in ids]
-    threshold = threshold_at(calibrate(router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]), share)
+    threshold = key_threshold(calibrate_keys(router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]), share)
     read = total = 0
     reads = set()
     for row in ids:
@@ -94,7 +94,7 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
 def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
     """Against the share of the keys that the definition gives for the one token that is decoded."""
     model, ids, router = tiny_model(), random_tokens(2, 200), classifiers()
-    router.thresholds = calibrate(router, model, [{"input_ids": ids[0]}], recent=RECENT, sink=SINK, dense_layers=[])
+    router.thresholds = calibrate_keys(router, model, [{"input_ids": ids[0]}], recent=RECENT, sink=SINK, dense_layers=[])
     options: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
 
     def decoded(**settings: Any) -> tuple[Tensor, float]:
@@ -117,7 +117,7 @@ def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
 def test_a_window_that_holds_every_key_leaves_nothing_to_calibrate() -> None:
     chunks = [{"input_ids": random_tokens(1, 20)[0]}]
     with pytest.raises(UserError, match="sink=20: the calibration needs chunks with keys outside the dense window"):
-        calibrate(classifiers(), tiny_model(), chunks, recent=4, sink=20, dense_layers=())
+        calibrate_keys(classifiers(), tiny_model(), chunks, recent=4, sink=20, dense_layers=())
 
 
 def test_a_share_needs_thresholds_of_a_classifier() -> None:

@@ -17,7 +17,7 @@ from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import check_contained, read_text, root_of_links
 
 if TYPE_CHECKING:
-    from msattn.trainer.artifacts.reading import Artifact
+    from msattn.trainer.artifacts.manifest import Artifact
 
 FILES = (WEIGHTS, CONFIG, MANIFEST, CARD)
 PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))  # in a repository: an artifact, or one of each kind

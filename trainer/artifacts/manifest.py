@@ -70,6 +70,26 @@ class Manifest:
     checksum: Sha256 | None = None
 
 
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact that was read from disk.
+
+    Attributes
+    ----------
+    kind : one of ``KINDS``.
+    tensors : weights by name, on the CPU.
+    config : resolved configuration of the run that wrote it.
+    manifest : content of ``manifest.json``.
+    path : local folder.
+    """
+
+    kind: str
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    path: Path
+
+
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from msattn.trainer.artifacts.manifest import (
     KINDS,
     MANIFEST,
     WEIGHTS,
+    Artifact,
     checksum,
     content_hash,
     describe_tensor,
@@ -26,26 +26,6 @@ from msattn.trainer.storage.hashes import DamagedFile, read_hashed
 
 MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
 ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """An artifact that was read from disk.
-
-    Attributes
-    ----------
-    kind : one of ``KINDS``.
-    tensors : weights by name, on the CPU.
-    config : resolved configuration of the run that wrote it.
-    manifest : content of ``manifest.json``.
-    path : local folder.
-    """
-
-    kind: str
-    tensors: dict[str, Tensor]
-    config: dict[str, Any]
-    manifest: dict[str, Any]
-    path: Path
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:

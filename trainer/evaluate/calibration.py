@@ -17,12 +17,19 @@ from msattn.trainer.config import CalibratedConfig, EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, ComparedMethods
-from msattn.trainer.methods import key_thresholds as key_calibrate
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, FLOOR, SHORT_ROWS, SPARSITIES, calibrate
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
-from msattn.trainer.methods.key_thresholds import threshold_at
 from msattn.trainer.methods.selection import Selection, always_read
+from msattn.trainer.methods.thresholds import (
+    CALIBRATION_CHUNKS,
+    FLOOR,
+    KEY_CALIBRATION_CHUNKS,
+    SHORT_ROWS,
+    SPARSITIES,
+    calibrate_blocks,
+    calibrate_keys,
+    key_threshold,
+)
 from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
 from msattn.trainer.storage.hashes import file_hash
@@ -79,13 +86,13 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
             continue
         if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
-            items = calibration_chunks(cfg, loaded, key_calibrate.CALIBRATION_CHUNKS)
-            each.router.thresholds = key_calibrate.calibrate(each.router, loaded.model, items, **window)
+            items = calibration_chunks(cfg, loaded, KEY_CALIBRATION_CHUNKS)
+            each.router.thresholds = calibrate_keys(each.router, loaded.model, items, **window)
             methods.notes.append(
                 f"{each.method}: its artifact holds no thresholds for shares of the keys; they were measured anew."
             )
         for share in cfg.all_keys:
-            threshold_at(each.router.thresholds, share)
+            key_threshold(each.router.thresholds, share)
 
 
 def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
@@ -181,7 +188,7 @@ class _Kept:
 
         @cache
         def measured() -> dict[str, dict[str, Any]]:
-            return calibrate(scorers, self.model, self.items, always=always)
+            return calibrate_blocks(scorers, self.model, self.items, always=always)
 
         def fits(name: str) -> np.ndarray:
             found = [[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]]
@@ -194,6 +201,6 @@ class _Kept:
 
 
 def _table(fits: np.ndarray) -> dict[str, Any]:
-    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.methods.block_thresholds.calibrate` does."""
+    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.methods.thresholds.calibrate_blocks` does."""
     layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in fits.tolist()]
     return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}

@@ -20,10 +20,10 @@ from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Me
 from msattn.trainer.methods.buckets import serving, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.key_thresholds import most_probes, threshold_at
 from msattn.trainer.methods.pages import PageRouter, far_probabilities
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.thresholds import key_threshold, most_probes
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
@@ -162,7 +162,7 @@ class BucketRoutingMethod:
         assert isinstance(self.router, PREDICTING)
         assert self.router.thresholds is not None
         assert sizes is not None
-        threshold, most = threshold_at(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
+        threshold, most = key_threshold(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
         scores = far_probabilities(scores) if isinstance(self.router, PageRouter) else scores
         return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 

@@ -24,10 +24,10 @@ from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
-from msattn.trainer.methods.key_thresholds import bucket_sizes
 from msattn.trainer.methods.pages import PageRouter, only_far
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import selected_attention
+from msattn.trainer.methods.thresholds import bucket_sizes
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
 from msattn.trainer.models.tap import LayerInputs, tap

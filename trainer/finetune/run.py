@@ -23,11 +23,11 @@ from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.memory import release_memory
-from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import gate_thresholds, without_layers, write_gate
 from msattn.trainer.methods.selection import always_read
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings

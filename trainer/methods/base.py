@@ -110,7 +110,7 @@ class TrainedScorer(Protocol):
     ----------
     scorer : its block scores.
     always : blocks that every row reads in addition, as its artifact records.
-    thresholds : result of :func:`msattn.trainer.methods.block_thresholds.calibrate`, None without any.
+    thresholds : result of :func:`msattn.trainer.methods.thresholds.calibrate_blocks`, None without any.
     """
 
     @property

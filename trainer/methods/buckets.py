@@ -12,7 +12,6 @@ from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
     from msattn.trainer.config.model import ModelPresets
-    from msattn.trainer.methods.classifier.qmodel import QModel
     from msattn.trainer.models.tap import LayerInputs
 
 
@@ -48,6 +47,14 @@ class Router(Protocol):
 
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the bucket scores of each query head, fp32 ``[B, Hq, C]``."""
+        ...
+
+
+class DensityRouter(Router, Protocol):
+    """Interface of routers that predict attention, which read the buckets with the densest attention: ``QModel``."""
+
+    def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
+        """Returns the buckets whose density reaches ``threshold`` for one token: int32 ``[B, Hkv, most]``, -1 is none."""
         ...
 
 
@@ -117,7 +124,7 @@ def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = Fals
 
 
 def route_by_density(
-    router: "QModel", x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
+    router: DensityRouter, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
 ) -> Tensor:
     """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
 

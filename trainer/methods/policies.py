@@ -65,7 +65,7 @@ class Calibrated:
     """Selects a share ``floor`` of each row's visible blocks, the best ones, and every block with a high enough score.
 
     Of a row with ``v > above`` visible blocks, those are the blocks with a score of at least
-    ``threshold * v ** exponent * (1 - above / v) ** edge_exponent``, see ``block_thresholds``. It depends on
+    ``threshold * v ** exponent * (1 - above / v) ** edge_exponent``, see ``thresholds``. It depends on
     the row alone, so prompts that are read in chunks select the same blocks.
     """
 

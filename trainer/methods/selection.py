@@ -26,7 +26,6 @@ from msattn.trainer.config import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer, TrainedScorer
-from msattn.trainer.methods.block_thresholds import SHORT_ROWS, shortest_row, threshold_at
 from msattn.trainer.methods.blocks import (
     SINK_AND_LOCAL,
     AlwaysRead,
@@ -34,6 +33,7 @@ from msattn.trainer.methods.blocks import (
     candidate_blocks,
 )
 from msattn.trainer.methods.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
+from msattn.trainer.methods.thresholds import SHORT_ROWS, block_threshold, shortest_row
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.layer_attention import score_options, with_sinks
 
@@ -166,7 +166,7 @@ def _calibrated(cfg: CalibratedConfig, always: AlwaysRead, table: Mapping[str, A
         raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table['sparsities'][-1]}")
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always)
-    found = [threshold_at(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
+    found = [block_threshold(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
     return [TopK(cfg.sparsity) if each is None else Calibrated(share * table["floor"], *each, above) for each in found]
 
 

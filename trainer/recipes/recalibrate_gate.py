@@ -9,9 +9,9 @@ from typing import Any
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import run_program
-from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.train import gate_thresholds
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.recipes import argument_parser
 
 

@@ -7,7 +7,7 @@ from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.key_thresholds import most_probes, threshold_at
+from msattn.trainer.methods.thresholds import key_threshold, most_probes
 from msattn.trainer.serving.arguments import check_numbers, check_router, check_types
 from msattn.trainer.serving.loading import AnyRouter
 
@@ -96,7 +96,7 @@ def reads_of(router: AnyRouter | None, *, probes: int | None, keys: float | None
         )
     if router.thresholds is None:
         raise UserError(f"{asked}: this router has no calibrated thresholds; train it again, or give probes")
-    density = threshold_at(router.thresholds, keys)
+    density = key_threshold(router.thresholds, keys)
     return Reads(most_probes(keys, router.num_buckets), float(keys), density=density)
 
 

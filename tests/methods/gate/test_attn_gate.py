@@ -13,12 +13,12 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.block_thresholds import calibrate
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -274,7 +274,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
-    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, chunks, floor=floor)["gate"]
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, chunks, floor=floor)["gate"]
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
     candidates = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU)
     long = candidates.visible[..., 16:, :]
@@ -289,7 +289,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
 
 def test_sparsity_beyond_the_calibration_is_refused():
     model, gate = tiny_model(), noisy_gate(config())
-    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 64)[0]}])["gate"]
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 64)[0]}])["gate"]
     with pytest.raises(UserError, match=r"select.sparsity=0.97"):
         Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.97), gate)
 
@@ -297,7 +297,7 @@ def test_sparsity_beyond_the_calibration_is_refused():
 def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
     model, gate = tiny_model(), noisy_gate(config())
     gate.always = AlwaysRead(2, 1)
-    gate.thresholds = calibrate({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
     assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(2, 1, short_rows=16)
     with pytest.raises(
         UserError, match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts any"
@@ -324,7 +324,9 @@ def write(gate: Gate, folder):
 @pytest.mark.parametrize("changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl"}])
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
-    gate.thresholds = calibrate({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
+        "gate"
+    ]
     loaded = Gate.load(write(gate, tmp_path / "gate"))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds

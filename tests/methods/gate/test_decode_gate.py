@@ -19,8 +19,8 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
-from msattn.trainer.methods.key_thresholds import calibrate, threshold_at
 from msattn.trainer.methods.pages import far_probabilities, only_far
+from msattn.trainer.methods.thresholds import calibrate_keys, key_threshold
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
@@ -200,8 +200,8 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
     """The keys are counted block by block for every query, which needs none of the calibration's code."""
     model, ids, recent, sink = tiny_model(), random_tokens(3, 250), 20, 1
     gate = random_decode_gate()
-    table = calibrate(gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0])
-    threshold = threshold_at(table, 0.2)
+    table = calibrate_keys(gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0])
+    threshold = key_threshold(table, 0.2)
     read, total, counts = 0, 0, set()
     for row in ids:
         x = inputs_of_layers(model, row[None])[1]

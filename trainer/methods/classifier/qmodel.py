@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
-from msattn.trainer.methods.key_thresholds import Thresholds
+from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -33,7 +33,7 @@ BATCH_NORM_MOMENTUM = 0.1
 class QModelDetails:
     """Schema of the manifest entry of the calibration; artifacts of earlier versions have none."""
 
-    thresholds: Thresholds | None = None
+    thresholds: KeyThresholds | None = None
 
 
 class QModel(artifacts.ArtifactModule):
@@ -58,7 +58,7 @@ class QModel(artifacts.ArtifactModule):
     artifact : Artifact or None
         The artifact that it was loaded from.
     thresholds : dict or None
-        Calibrated thresholds (:func:`msattn.trainer.methods.key_thresholds.calibrate`); None before training.
+        Calibrated thresholds (:func:`msattn.trainer.methods.thresholds.calibrate_keys`); None before training.
     """
 
     mean: Tensor

@@ -29,7 +29,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
-from msattn.trainer.methods.key_thresholds import CALIBRATION_CHUNKS, calibrate
+from msattn.trainer.methods.thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
 from msattn.trainer.training.loop import fit
@@ -309,8 +309,8 @@ def calibrated_thresholds(
     qmodel = QModel(partition, tensors["weight_in"].shape[1], cfg.qmodel.hidden, residual=cfg.qmodel.residual)
     qmodel.load_state_dict(tensors)
     window = {key: value for key, value in serving(cfg.model.presets, partition.num_buckets).items() if key != "probes"}
-    chunks = distributed.rank_shard(text, CALIBRATION_CHUNKS)
-    return calibrate(qmodel.to(model.device).eval(), model, chunks, **window)
+    chunks = distributed.rank_shard(text, KEY_CALIBRATION_CHUNKS)
+    return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **window)
 
 
 def trained_tensors(trained: FinishedParts, layers: list[int]) -> dict[str, torch.Tensor]:

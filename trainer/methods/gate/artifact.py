@@ -13,8 +13,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.parallel import HeadShard
 
 if TYPE_CHECKING:
-    from msattn.trainer.methods.block_thresholds import Thresholds
-    from msattn.trainer.methods.key_thresholds import Thresholds as DecodeThresholds
+    from msattn.trainer.methods.thresholds import BlockThresholds, KeyThresholds
 
 
 class GateArtifact(artifacts.ArtifactModule):
@@ -42,7 +41,7 @@ class GateArtifact(artifacts.ArtifactModule):
         artifact: artifacts.Artifact,
         cfg: GateConfig,
         num_gates: int,
-        thresholds: "Thresholds | DecodeThresholds | None",
+        thresholds: "BlockThresholds | KeyThresholds | None",
         build: Callable[[Tensor], Self],
     ) -> Self:
         """Returns frozen gates with the weights of ``artifact``, on the CPU.

@@ -22,9 +22,9 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.block_thresholds import FixedThresholds, Thresholds
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
 from msattn.trainer.methods.gate.artifact import GateArtifact
+from msattn.trainer.methods.thresholds import BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
@@ -176,7 +176,7 @@ class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
 
     gate: GateConfig
-    thresholds: Thresholds | FixedThresholds | None
+    thresholds: BlockThresholds | FixedThresholds | None
     layers: list[int] | None = None
     sink_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
     local_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1

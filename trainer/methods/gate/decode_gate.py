@@ -22,8 +22,8 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.artifact import GateArtifact
 from msattn.trainer.methods.gate.attn_gate import AttnGate
-from msattn.trainer.methods.key_thresholds import Thresholds
 from msattn.trainer.methods.pages import PageRouter, page_products
+from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
@@ -40,7 +40,7 @@ class DecodeGateDetails:
 
     gate: GateConfig
     num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
-    thresholds: Thresholds | None = None
+    thresholds: KeyThresholds | None = None
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
@@ -56,7 +56,7 @@ class DecodeGate(PageRouter, GateArtifact):
     Attributes
     ----------
     gates : an :class:`~msattn.trainer.methods.gate.attn_gate.AttnGate` for each attention layer.
-    thresholds : calibrated thresholds (:func:`msattn.trainer.methods.key_thresholds.calibrate`); None before training.
+    thresholds : calibrated thresholds (:func:`msattn.trainer.methods.thresholds.calibrate_keys`); None before training.
     """
 
     phase = "decode"

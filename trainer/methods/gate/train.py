@@ -11,14 +11,13 @@ from accelerate import PartialState
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
-from msattn.trainer.methods import key_thresholds as key_calibrate
-from msattn.trainer.methods.block_thresholds import CALIBRATION_CHUNKS, calibrate
 from msattn.trainer.methods.buckets import serving
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks, calibrate_keys
 from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
@@ -75,12 +74,12 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
         return gate_thresholds(gate, loaded.model, items)
     served = serving(cfg.model.presets, gate.num_buckets)
     window = {name: served[name] for name in ("recent", "sink", "dense_layers")}
-    return key_calibrate.calibrate(gate, loaded.model, items, **window)
+    return calibrate_keys(gate, loaded.model, items, **window)
 
 
 def gate_thresholds(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.block_thresholds.calibrate`."""
-    return calibrate({"gate": GateScores(gate)}, teacher, chunks, always=gate.always)["gate"]
+    """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.thresholds.calibrate_blocks`."""
+    return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always)["gate"]
 
 
 def _train(

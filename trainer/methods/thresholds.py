@@ -1,39 +1,49 @@
-"""Calibrated thresholds, which select a given share of the blocks on average, and more in rows and heads that need more.
+"""Calibrated thresholds: a given share of the blocks or keys on average, more where it pays and less elsewhere.
 
-Top-k reads the same share in each row of each head. Here top-k reads only a part of that share in each row (``FLOOR``), and a
-threshold per layer adds the blocks whose score is high: many where attention is flat, few where it is sharp. The threshold that
-keeps the share depends on the number of visible blocks ``v`` of a row in two ways: the scores of a row sum to 1, and the blocks
-that are always read are a larger part of a shorter row's share, in some all of it (``v <= above``). It is
+Blocks of prompts. Top-k reads the same share in each row of each head. Here top-k reads only a part of that share (``FLOOR``),
+and a threshold per layer adds the blocks with a high score: many where attention is flat, few where it is sharp. The threshold
+that keeps the share depends on the number of visible blocks ``v`` of a row in two ways: the scores of a row sum to 1, and the
+blocks that are always read are a larger part of a shorter row's share, in some all of it (``v <= above``). It is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
 fitted on text for a grid of sparsities, and holds for shorter and for longer prompts. Rows of up to ``SHORT_ROWS`` blocks are
 read whole: a share of few blocks costs them more quality than all other rows, and reading all of it costs 1 % of the blocks of
-8192 tokens, less of longer prompts. A gate stores its thresholds; ``msattn eval`` measures those of the baselines in the same
-way. The selection of a row does not depend on later rows.
+8192 tokens, less of longer prompts. The selection of a row does not depend on later rows.
+
+Keys of new tokens. A query reads the buckets with the highest density, the predicted attention of a key as a multiple of the
+mean key's. One threshold for all layers and heads, for a grid of shares, decides how dense a bucket must be. The dense window
+comes on top of the share.
+
+Gates and classifiers store their thresholds; ``msattn eval`` measures those of the baselines in the same way.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from accelerate.utils import reduce
 from annotated_types import Interval, Len
 from torch import Tensor
 from torch.nn import functional as F
 
+from msattn.kernels.common.densities import bucket_densities
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.pages import PageRouter, far_probabilities
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from msattn.trainer.methods.base import Scorer
 
 CALIBRATION_CHUNKS = 8  # chunks that thresholds are measured on
 FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
@@ -44,6 +54,13 @@ BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
 SHORT_ROWS = 16  # visible blocks
 EDGE = 1.1  # rows enter the fit from this multiple of ``above``
 PRIOR, STRENGTH = (0.0, -1.0, -0.5), (0.0, 0.03, 0.03)  # of a fit: the exponents where rows of few lengths say little
+
+KEY_CALIBRATION_CHUNKS = 4
+QUERIES = 256  # of each chunk and layer
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+LOWEST_DENSITY, DENSITY_BINS, BINS_OF_OCTAVE = -15, 4000, 100  # histogram of log2 density, from 2^-15 to 2^25
+PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
+MOST_PROBES = 4  # times the number of buckets that hold the share, if all are equally large
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -57,8 +74,8 @@ class RowThreshold(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """Schema of the result of :func:`calibrate` in a manifest.
+class BlockThresholds:
+    """Schema of the result of :func:`calibrate_blocks` in a manifest.
 
     ``layers`` has a :class:`RowThreshold` for each layer and sparsity, or None where the chunks were too short to measure it.
     """
@@ -112,7 +129,7 @@ class _Histograms(NamedTuple):
 
 
 @torch.no_grad()
-def calibrate(
+def calibrate_blocks(
     scorers: Mapping[str, "Scorer"],
     teacher: "PreTrainedModel",
     chunks: Iterable[dict[str, Tensor]],
@@ -132,29 +149,28 @@ def calibrate(
     Returns
     -------
     dict
-        For each name, the fields of :class:`Thresholds`.
+        For each name, the fields of :class:`BlockThresholds`.
     """
     found: dict[tuple[str, int], _Histograms] = {}
     served = always._replace(short_rows=SHORT_ROWS)
 
-    def dense_attention_with_histograms(x: LayerInputs) -> Tensor:
+    def add(x: LayerInputs) -> None:
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
-            added = histograms(scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor)  # gates score the last row otherwise
+            added = block_histograms(
+                scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor
+            )  # gates score the last row otherwise
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
-        return dense_attention(x)
 
-    with tap(teacher, dense_attention_with_histograms), activity(f"calibrating the thresholds of {', '.join(scorers)}"):
-        for chunk in chunks:
-            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    _visit(teacher, chunks, add, f"calibrating the thresholds of {', '.join(scorers)}")
     found = cast(dict, reduce(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
     fits = {name: [fit(found.get((name, layer)), always) for layer in layers] for name in scorers}
     return {name: {"floor": floor, "sparsities": list(SPARSITIES), "layers": fits[name]} for name in scorers}
 
 
-def histograms(scores: Tensor, candidates: Candidates, floor: float) -> _Histograms:
+def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _Histograms:
     """Counts the visible blocks of ``scores [B, H, Tr, Tc]`` by their score and the number of visible blocks of their row."""
     ranked = scores.masked_fill(candidates.always, torch.inf).masked_fill(~candidates.visible, 0).sort(-1, True).values
     visible = candidates.row_visible.expand(*scores.shape[:3], 1)
@@ -214,7 +230,7 @@ def _regression(visible: Tensor, logs: Tensor, rows: Tensor, above: float) -> li
     return [float(f"{2**log_scale:.5g}"), *(round(each, 4) for each in exponents)]
 
 
-def threshold_at(table: Mapping[str, Any], layer: int, sparsity: float) -> RowThreshold | None:
+def block_threshold(table: Mapping[str, Any], layer: int, sparsity: float) -> RowThreshold | None:
     """Returns the threshold of a layer for any sparsity from 0 (threshold 0) to the largest one of the table.
 
     Between sparsities of the table, exponents and logarithms of scales are interpolated linearly. None stands for sparsities
@@ -232,3 +248,130 @@ def threshold_at(table: Mapping[str, Any], layer: int, sparsity: float) -> RowTh
         (1 - share) * a + share * b for a, b in zip([math.log2(low[0]), *low[1:]], [math.log2(high[0]), *high[1:]], strict=True)
     )
     return RowThreshold(2**log_scale, *exponents)
+
+
+@dataclass(frozen=True)
+class KeyThresholds:
+    """Schema of the result of :func:`calibrate_keys` in a manifest."""
+
+    shares: list[Annotated[float, Interval(gt=0, le=1)]]
+    densities: list[Annotated[float, Interval(gt=0, lt=2.0**30)]]
+
+    def __post_init__(self) -> None:
+        if not self.shares or sorted(set(self.shares)) != self.shares:
+            raise ValueError("shares must increase")
+        if len(self.densities) != len(self.shares) or sorted(self.densities, reverse=True) != self.densities:
+            raise ValueError(f"densities must be {len(self.shares)} numbers that decrease, one for each share")
+
+
+@torch.no_grad()
+def calibrate_keys(
+    router: Router | PageRouter,
+    teacher: "PreTrainedModel",
+    chunks: Iterable[dict[str, Tensor]],
+    *,
+    recent: int,
+    sink: int,
+    dense_layers: Iterable[int],
+) -> dict[str, Any]:
+    """Returns thresholds on the density of buckets for a grid of mean shares of the keys outside the dense window.
+
+    Parameters
+    ----------
+    router : query classifiers, whose scores are probabilities, or decode gates, whose scores become probabilities.
+    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    recent, sink, dense_layers : as the router is served. The window of a chunk is at most half of it.
+
+    Returns
+    -------
+    dict
+        ``shares``, increasing; ``densities``: a threshold for each share.
+
+    Raises
+    ------
+    UserError : the dense window holds every key of the chunks.
+    """
+    layers = set(router.layers) - set(dense_layers) or set(router.layers)
+    counts = torch.zeros(DENSITY_BINS, dtype=torch.float64, device=teacher.device)
+
+    def add(x: LayerInputs) -> None:
+        if x.layer in layers:
+            counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
+
+    _visit(teacher, chunks, add, "calibrating the thresholds of bucket densities")
+    counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum
+    if not counts.any():
+        raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")
+    return {"shares": list(SHARES), "densities": densities_of(counts.cpu())}
+
+
+def key_histogram(router: Router | PageRouter, x: LayerInputs, recent: int, sink: int) -> Tensor:
+    """Counts keys outside the dense window by log2 of their bucket's density, for queries of a prompt.
+
+    Returns float64 ``[DENSITY_BINS]``.
+    """
+    count = min(QUERIES, x.num_keys - recent)
+    positions = torch.linspace(recent, x.num_keys - 1, count, device=x.q.device).round().long()
+    (buckets,), num_buckets = buckets_of_keys(x, router)
+    far = buckets.clone()
+    far[:, :sink] = -1
+    scores = bucket_scores(x, router, positions, recent)
+    scores = far_probabilities(scores) if isinstance(router, PageRouter) else scores
+    sizes = bucket_sizes(buckets, positions, num_buckets)
+    bins = ((bucket_densities(scores, sizes).log2() - LOWEST_DENSITY) * BINS_OF_OCTAVE).clamp(0, DENSITY_BINS - 1).long()
+    far_sizes = bucket_sizes(far, positions - recent, num_buckets)
+    return torch.bincount(bins.flatten(), far_sizes.flatten().double(), minlength=DENSITY_BINS)
+
+
+def bucket_sizes(buckets: Tensor, positions: Tensor, num_buckets: int) -> Tensor:
+    """Returns the number of keys up to each of ``positions`` in each bucket: int64 ``[n, Hkv, C]``.
+
+    ``buckets`` int32 ``[Hkv, N]`` are those of the keys, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
+    """
+    keys = torch.arange(buckets.shape[1], device=buckets.device)
+    first_query = torch.searchsorted(positions, keys)  # that sees the key
+    entries = first_query * (num_buckets + 1) + torch.where(buckets < 0, num_buckets, buckets)
+    counts = entries.new_zeros(len(buckets), (len(positions) + 1) * (num_buckets + 1))
+    counts.scatter_add_(1, entries, torch.ones_like(entries))
+    return counts.unflatten(1, (-1, num_buckets + 1))[:, :-1, :-1].cumsum(1).transpose(0, 1)
+
+
+def densities_of(counts: Tensor) -> list[float]:
+    """Returns the largest threshold that reads enough keys for each of ``SHARES``, from their histogram ``[DENSITY_BINS]``."""
+    read = counts.flip(0).cumsum(0)
+    needed = torch.tensor(SHARES, dtype=torch.float64) * read[-1]
+    bins = DENSITY_BINS - 1 - torch.searchsorted(read, needed).clamp(max=DENSITY_BINS - 1)
+    return (2.0 ** (LOWEST_DENSITY + bins.double() / BINS_OF_OCTAVE)).tolist()
+
+
+def key_threshold(table: dict[str, Any], share: float) -> float:
+    """Returns the density from which a mean ``share`` of the keys is read, interpolated on logarithmic scales.
+
+    Raises
+    ------
+    UserError : the table does not cover ``share``.
+    """
+    shares, densities = table["shares"], table["densities"]
+    if not shares[0] <= share <= shares[-1]:
+        raise UserError(f"keys={share}: the router is calibrated from {shares[0]} to {shares[-1]}")
+    return float(np.exp(np.interp(np.log(float(share)), np.log(shares), np.log(densities))))
+
+
+def most_probes(share: float, num_buckets: int) -> int:
+    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
+    expected = MOST_PROBES * share * num_buckets
+    return min(num_buckets, PROBES_AT_ONCE * math.ceil(expected / PROBES_AT_ONCE))
+
+
+def _visit(
+    teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], add: Callable[[LayerInputs], None], what: str
+) -> None:
+    """Runs a dense pass over each of ``chunks``, and ``add`` in each layer."""
+
+    def dense_attention_after(x: LayerInputs) -> Tensor:
+        add(x)
+        return dense_attention(x)
+
+    with tap(teacher, dense_attention_after), activity(what):
+        for chunk in chunks:
+            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
