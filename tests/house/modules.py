@@ -19,12 +19,12 @@ def sources() -> Iterator[tuple[str, Path]]:
 MODULES = dict(sources())
 
 
-def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
-    """Dotted names that a file imports; with ``at_import_only`` just those that run when the file is imported."""
+def imports(path: Path, *, at_import_only: bool = False, types: bool = False) -> set[str]:
+    """Dotted names that a file imports; with ``at_import_only`` just those that run when it is imported; ``types``: of hints, too."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
         if at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return

@@ -62,8 +62,8 @@ def level(module: str) -> int:
 
 def ours(path: Path) -> set[str]:
     """Modules of msattn that a file imports."""
-    names = {name.removeprefix("msattn.") for name in imports(path) if name.startswith("msattn.")}
-    return {name for name in names if name in MODULES or name.rsplit(".", 1)[0] in MODULES} & set(MODULES)
+    names = {name.removeprefix("msattn.") for name in imports(path, types=True) if name.startswith("msattn.")}
+    return names & set(MODULES)
 
 
 def test_imports_stay_in_the_room_or_go_down() -> None:
