@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS
-from msattn.trainer.config import BASELINES, POLICIES, JobConfig, known_keys, nearest, typed
+from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
 from msattn.trainer.config.select import foreign_key, keys_of
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
@@ -110,9 +110,13 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
-    for name in BASELINES:  # a method without training needs no file in conf/select
-        node = {"defaults": ["topk", "_self_"], "scores": name}
-        ConfigStore.instance().store(group="select", name=name, node=node, provider="msattn")
+    store = ConfigStore.instance().store
+    for each in COMMANDS.values():  # conf/ holds only what differs from the defaults of the schemas
+        store(name=f"{each.config}_schema", node=defaults(each.schema), provider="msattn")
+    for policy, kind in POLICIES.items():
+        store(group="select", name=policy, node=defaults(kind), provider="msattn")
+    for scores in BASELINES:
+        store(group="select", name=scores, node=defaults(POLICIES["topk"]) | {"scores": scores}, provider="msattn")
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None

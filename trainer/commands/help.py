@@ -1,4 +1,4 @@
-"""The pages of ``--help`` and ``msattn help``, composed from the groups, keys and comments of ``conf/``."""
+"""The pages of ``--help`` and ``msattn help``, composed from the groups of ``conf/`` and the keys of the schemas."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -96,7 +96,7 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     if not using:
         topics = [*commands, *group_options(), *chain.from_iterable(accepted.values())]
         raise UserError(f"help {topic}: no command, group or key has this name{nearest(topic, topics)}")
-    known = keys_of(using[0], whole=name.partition(".")[0])
+    known = keys_of(using[0], policies=name.startswith("select"))
     pages = [(f"msattn {command} --help", "all groups and keys of the command") for command in using]
     see: Section = ("Commands with this key" if name in known.keys else "Commands with these keys", pages)
     if name in known.keys:

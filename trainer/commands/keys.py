@@ -1,16 +1,17 @@
-"""The groups and keys of a command, with defaults and choices; explanations are the comments of the YAML files in ``conf/``."""
+"""The groups and keys of a command, with defaults and choices; explanations are those of the schemas and of files in ``conf/``."""
 
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS
-from msattn.trainer.config import BASELINES, leaves
+from msattn.trainer.config import BASELINES, POLICIES, defaults, leaves
+from msattn.trainer.config.schema import choices_of
 from msattn.trainer.config.select import UNTRAINED
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -23,7 +24,7 @@ class Key:
     Attributes
     ----------
     value : the value that is composed, with resolved interpolations.
-    comment : the comment in YAML.
+    comment : the explanation in the schema.
     choices : the values that the key, or each of its items, accepts; empty if it is not an enumeration.
     only : what has the key, e.g. ``select=nucleus``, if the composed configuration lacks it.
     """
@@ -64,27 +65,29 @@ class CommandKeys:
     keys: dict[str, Key]
 
 
-def keys_of(command: str, overrides: Sequence[str] = (), *, whole: str | None = None) -> CommandKeys:
+def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = False) -> CommandKeys:
     """Returns the groups and keys of ``command``, with the values that ``overrides`` compose.
 
     Parameters
     ----------
-    whole : a group whose other options may have further keys, e.g. ``select``; these keys are returned too.
+    policies : also returns the keys of the selection policies that are not composed.
 
     Raises
     ------
     UserError : Hydra refuses an override.
     """
+    from omegaconf import OmegaConf
+
+    schema = COMMANDS[command].schema
     with initialized_hydra(command) as hydra:
         composed = compose_raw(hydra, command, overrides)
         chosen = {name: option for name, option in composed.hydra.runtime.choices.items() if not name.startswith("hydra")}
         options = {name: hydra.config_loader.get_group_options(name) for name in sorted(chosen)}
-        keys = _composed_keys(hydra, command, composed, overrides)
-        for option in options.get(whole or "", ()):
-            if any(not _has(keys, f"{whole}.{key}") for key in _top_keys(str(whole), option)):
-                override = f"{whole}={option}"
-                found = _composed_keys(hydra, command, compose_raw(hydra, command, [override]), [override])
-                keys |= {name: replace(key, only=override) for name, key in found.items() if name not in keys}
+        values: Any = OmegaConf.to_container(without_hydra(composed), resolve=True)
+    keys = _keys(schema, values)
+    if policies and "select" in values:
+        for policy, kind in POLICIES.items():
+            keys = _keys(kind, defaults(kind), "select.", only=f"select={policy}") | keys
     groups = {
         name: Group(name, {option: first_sentence(name, option) for option in found}, chosen[name])
         for name, found in options.items()
@@ -92,31 +95,11 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, whole: str | None = 
     return CommandKeys(groups, keys)
 
 
-def _has(keys: dict[str, Key], name: str) -> bool:
-    return name in keys or any(key.startswith(f"{name}.") for key in keys)
-
-
-def _composed_keys(hydra: Any, command: str, composed: Any, overrides: Sequence[str]) -> dict[str, Key]:
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    files = hydra.config_loader.compute_defaults_list(COMMANDS[command].config, list(overrides), RunMode.RUN).defaults
-    comments: dict[str, str] = {}
-    for file in files:  # in the order of composition; a file that overrides a value may leave out the comment
-        path = CONF / f"{file.config_path}.yaml"
-        if path.is_file():
-            comments |= {f"{file.package}.{key}".lstrip("."): text for key, text in yaml_keys(path) if text}
-    values: Any = OmegaConf.to_container(without_hydra(composed), resolve=True)
-    found = leaves(COMMANDS[command].schema, values)
-    return {name: Key(name, value, comments.get(name, ""), choices) for name, choices, value in found}
-
-
-def _top_keys(group: str, option: str) -> set[str]:
-    """Returns the keys at the top of an option's own file; none for options that set keys of other groups."""
-    path = CONF / group / f"{option}.yaml"
-    if not path.is_file() or "# @package" in path.read_text(encoding="utf-8"):
-        return set()
-    return {key for key, _ in yaml_keys(path) if "." not in key} - {"defaults"}
+def _keys(schema: Any, values: Any, prefix: str = "", only: str = "") -> dict[str, Key]:
+    return {
+        name: Key(name, value, item.metadata["help"], choices_of(item.type), only)
+        for name, item, value in leaves(schema, values, prefix)
+    }
 
 
 def group_options() -> dict[str, list[str]]:
@@ -124,25 +107,15 @@ def group_options() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/**/*.yaml")):
         found.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
-    found["select"].extend(BASELINES)
+    found["select"] = [*POLICIES, *BASELINES]
     return dict(sorted(found.items()))
 
 
-def yaml_keys(path: Path) -> list[tuple[str, str]]:
-    """Returns every key of a YAML file, by its full name in the file, with the comment behind it."""
-    found = []
-    above: list[tuple[int, str]] = []  # indentation and name of the enclosing keys
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if parsed := re.fullmatch(r"( *)(\w+):.*?(?:  # (.*))?", line):
-            indent, key, comment = parsed.groups()
-            above = [*(entry for entry in above if entry[0] < len(indent)), (len(indent), key)]
-            found.append((".".join(name for _, name in above), comment or ""))
-    return found
-
-
 def first_sentence(group: str, option: str) -> str:
-    """Returns the first sentence of the comment at the start of an option's file."""
+    """Returns the first sentence of the comment at the start of an option's file, or of a selection's docstring."""
     path = CONF / group / f"{option}.yaml"
+    if group == "select" and option in POLICIES:
+        return str(POLICIES[option].__doc__).splitlines()[0].replace("``", "")
     if group == "select" and option in BASELINES:
         described = ast.get_docstring(ast.parse((UNTRAINED / f"{option}.py").read_text(encoding="utf-8"))) or ""
         return f"Untrained: {described.splitlines()[0]}"

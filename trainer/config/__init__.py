@@ -65,7 +65,7 @@ from msattn.trainer.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from msattn.trainer.config.typed import known_keys, leaves, typed
+from msattn.trainer.config.typed import defaults, known_keys, leaves, typed
 from msattn.trainer.config.values import DTYPES, nearest
 
 __all__ = [
@@ -125,6 +125,7 @@ __all__ = [
     "TrainGateConfig",
     "TrainMtaConfig",
     "TrainQModelConfig",
+    "defaults",
     "known_keys",
     "leaves",
     "nearest",

@@ -1,54 +1,52 @@
 """Configuration of ``msattn bench``."""
 
 import re
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from msattn.trainer.config.values import DTYPES, check, choices, require, within
+from annotated_types import Interval, MinLen
+
+from msattn.trainer.config.schema import Count, DType, Flag, Int, Number, OneOf, Sparsity, Text, Tokens, key, schema
+from msattn.trainer.config.values import require
 
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
+Heads = Annotated[Int, Interval(ge=1, le=65536)]
+Queries = Annotated[Int, Interval(ge=1, le=16)]
+Softcap = Annotated[Number, Interval(ge=1e-3, le=1e6)]
+Peer = Annotated[Text, OneOf(PEERS)]
+Direction = Annotated[Text, OneOf(("forward", "backward"))]
 
 
-@dataclass(frozen=True)
+@schema("bench.")
 class BenchConfig:
-    """Measurements of one operation. None stands for a size that depends on the device: see ``conf/bench/default.yaml``.
+    """Measurements of one operation. None stands for a size that depends on the device."""
 
-    Attributes
-    ----------
-    lengths : numbers of keys.
-    heads : query heads and key/value heads.
-    head_size : a multiple of 8 up to 256.
-    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
-    batch : number of sequences.
-    sparsities : shares of the visible keys that are not read, for operations that select, each in [0, 1).
-    direction : ``forward``, or ``backward`` alone.
-    queries : numbers of queries, 1 to 16, for ``flash_decode``.
-    kernels : queries x keys of a convolution, as in ``6x11``, each 1 to 32, for ``conv_attention`` and ``conv_decode``.
-    softcap : limit of soft-capped scores, for operations that can cap them; peers that cannot are skipped.
-    peers : competing implementations to time; those that the operation or the machine lacks are skipped.
-    sweep : time the kernel's candidate tiles instead of peers.
-    tune : time the candidate tiles and keep those that are clearly faster, for this user and GPU; they replace shipped tiles.
-    """
-
-    lengths: list[int] | None = field(default=None, metadata=within("[1, 1e9]"))
-    heads: list[int] | None = field(default=None, metadata=within("[1, 65536]"))
-    head_size: int = 128
-    dtype: str = field(default="auto", metadata=choices(DTYPES))
-    batch: int = field(default=1, metadata=within("[1, 1e6]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.9, 0.8, 0.5], metadata=within("[0, 1)"))
-    direction: str = field(default="forward", metadata=choices(("forward", "backward")))
-    queries: list[int] = field(default_factory=lambda: [1, 4, 16], metadata=within("[1, 16]"))
-    kernels: list[str] = field(default_factory=lambda: ["6x11"])
-    softcap: float | None = field(default=None, metadata=within("[1e-3, 1e6]"))
-    peers: list[str] = field(
-        default_factory=lambda: ["flash", "cudnn", "flex", "eager", "block_sparse", "product"], metadata=choices(PEERS)
+    lengths: Annotated[list[Tokens], MinLen(1)] | None = key(
+        "numbers of keys; null: 8192, 32768, 131072 on a GPU, 512, 1024 on a CPU", default=None
     )
-    sweep: bool = False
-    tune: bool = False
+    heads: list[Heads] | None = key("query heads, key/value heads; null: 32, 8 on a GPU, 8, 2 on a CPU", default=None)
+    head_size: Int = key("channels of a head, a multiple of 8 up to 256", default=128)
+    dtype: DType = key("auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16", default="auto")
+    batch: Count = key("number of sequences", default=1)
+    sparsities: Annotated[list[Sparsity], MinLen(1)] = key(
+        "shares of the visible keys that are not read, for operations that select", default=[0.9, 0.8, 0.5]
+    )
+    direction: Direction = key("forward, or backward (the backward pass alone)", default="forward")
+    queries: Annotated[list[Queries], MinLen(1)] = key("numbers of queries, for flash_decode", default=[1, 4, 16])
+    kernels: Annotated[list[Text], MinLen(1)] = key(
+        "convolution kernels (queries x keys), each 1 to 32, for conv_attention and conv_decode", default=["6x11"]
+    )
+    softcap: Softcap | None = key(
+        "limit of soft-capped scores (Gemma 2: 50), for attention and decoding; peers that cannot cap scores are skipped",
+        default=None,
+    )
+    peers: list[Peer] = key(
+        "competing implementations; also efficient, math; those that an operation lacks are skipped",
+        default=["flash", "cudnn", "flex", "eager", "block_sparse", "product"],
+    )
+    sweep: Flag = key("time the kernel's candidate tiles instead of peers", default=False)
+    tune: Flag = key("time the candidate tiles and keep those that are clearly faster, for this user and GPU", default=False)
 
     def __post_init__(self) -> None:
-        check(self, "bench.")
-        for key in ("lengths", "sparsities", "queries", "kernels"):
-            require(getattr(self, key) != [], f"bench.{key}", getattr(self, key), "one or more")
         for kernel in self.kernels:
             taps = re.fullmatch("([0-9]{1,2})x([0-9]{1,2})", kernel)
             ok = taps is not None and all(1 <= int(tap) <= 32 for tap in taps.groups())

@@ -1,15 +1,34 @@
 """The configuration schema of each command."""
 
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS, SOFT_CAPPED
 from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
+from msattn.trainer.config.schema import (
+    Count,
+    CountOrNone,
+    DType,
+    Flag,
+    Int,
+    KeyShare,
+    Number,
+    OneOf,
+    Seed,
+    Share,
+    Text,
+    Tokens,
+    TokensOrNone,
+    key,
+    schema,
+)
 from msattn.trainer.config.select import SelectConfig, SparsityConfig
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
@@ -20,31 +39,25 @@ from msattn.trainer.config.train import (
     TrackerConfig,
     TrainConfig,
 )
-from msattn.trainer.config.values import DTYPES, check, choices, folder_name, require, within
+from msattn.trainer.config.values import folder_name, require
 from msattn.trainer.errors import UserError
 
 TASK_TOKENS = 256  # shortest chunk that fits a retrieval task and some text
 TRAINABLE = ("topk", "multiscale")  # policies of finetune, which read the same share of every row
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class JobConfig:
-    """Keys of every command.
-
-    Attributes
-    ----------
-    outputs : root folder of all outputs.
-    device : ``auto``, ``cpu`` or ``cuda``.
-    seed : seed of random weights, of the order of the data and of all sampling.
-    """
+    """Keys of every command."""
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    outputs: str = "outputs"
-    device: str = field(default="auto", metadata=choices(("auto", "cpu", "cuda")))
-    seed: int = field(default=0, metadata=within("[0, 4294967295]"))
+    outputs: Text = key("root folder of all outputs", default="outputs")
+    device: Annotated[Text, OneOf(("auto", "cpu", "cuda"))] = key(
+        "auto (CUDA where there is a GPU), cpu or cuda", default="auto"
+    )
+    seed: Seed = key("seed of random weights, of the order of the data and of all sampling", default=0)
 
     def __post_init__(self) -> None:
-        check(self)
         require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
 
     @property
@@ -58,12 +71,12 @@ class JobConfig:
         return list(self.folder.relative_to(self.outputs).parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class BenchRunConfig(JobConfig):
-    """``msattn bench``; ``op`` is the operation to measure."""
+    """``msattn bench``."""
 
-    op: str = field(metadata=choices(tuple(OPERATIONS)))
-    bench: BenchConfig
+    op: Annotated[Text, OneOf(tuple(OPERATIONS))] = key("operation to time", default="block_sparse_attention")
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,27 +90,25 @@ class BenchRunConfig(JobConfig):
         return Path(self.outputs) / "bench" / self.op
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class NamedConfig(JobConfig):
-    """Keys of every command whose results have a name.
+    """Keys of every command whose results have a name."""
 
-    Attributes
-    ----------
-    name : folder of the results.
-    overwrite : replace an existing result.
-    resume : continue an interrupted run: training from its last complete checkpoint, an evaluation from its last row.
-    """
-
-    name: str = "base"
-    overwrite: bool = False
-    resume: bool = False
+    name: Text = key(
+        "folder of the results, below that of the model; default in a training sweep: the job's number", default="base"
+    )
+    overwrite: Flag = key("replace an existing artifact or result", default=False)
+    resume: Flag = key(
+        "continue an interrupted run: training from its last complete checkpoint, an evaluation from its last row",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         folder_name("name", self.name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class TrainMtaConfig(NamedConfig):
     """``msattn train-mta``."""
 
@@ -109,18 +120,13 @@ class TrainMtaConfig(NamedConfig):
         return Path(self.outputs) / "mta" / self.name
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class RunConfig(NamedConfig):
-    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``.
-
-    Attributes
-    ----------
-    dtype : ``auto`` (bfloat16 on CUDA, float32 on CPU), ``float32``, ``float16`` or ``bfloat16``.
-    """
+    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``."""
 
     model: ModelConfig
     data: DataConfig
-    dtype: str = field(default="auto", metadata=choices(DTYPES))
+    dtype: DType = key("auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16", default="auto")
 
     @property
     def folder(self) -> Path:
@@ -146,7 +152,7 @@ class RunConfig(NamedConfig):
         return " ".join([self.model.argument, *map(shlex.quote, others)])
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class TrainGateConfig(RunConfig):
     """``msattn train-gate``."""
 
@@ -167,27 +173,32 @@ class TrainGateConfig(RunConfig):
         require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than the {rows} blocks of a chunk")
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class FitKMeansConfig(RunConfig):
     """``msattn fit-kmeans``."""
 
     kmeans: KMeansConfig
 
 
-@dataclass(frozen=True)
+@schema("artifacts.")
 class ArtifactsConfig:
-    """Artifacts to read, as folders or Hub ids; None stands for the artifact of the same model and name, if there is one."""
+    """Artifacts to read; ``embedded`` stands for those of the embedded model that ship with the package."""
 
-    gate: str | None = None
-    kmeans: str | None = None
-    qmodel: str | None = None
-    decode_gate: str | None = None
+    gate: Text | None = key(
+        "folder or Hub id of gates, or embedded; null: the gates of the same model and name, if any", default=None
+    )
+    kmeans: Text | None = key(
+        "folder or Hub id of a k-means, or embedded; null: that of the same model and name, if any", default=None
+    )
+    qmodel: Text | None = key(
+        "folder or Hub id of query classifiers, or embedded; null: those of the same model and name, if any", default=None
+    )
+    decode_gate: Text | None = key(
+        "folder or Hub id of decode gates; null: those of the same model and name, if there are any", default=None
+    )
 
-    def __post_init__(self) -> None:
-        check(self, "artifacts.")
 
-
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class TrainQModelConfig(RunConfig):
     """``msattn train-qmodel``; reads ``artifacts.kmeans``."""
 
@@ -209,23 +220,17 @@ class TrainQModelConfig(RunConfig):
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class FinetuneConfig(RunConfig):
-    """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless ``select.sparsity=0``.
-
-    Attributes
-    ----------
-    dtype : dtype of matrix products and of the saved weights; training keeps float32 weights.
-    gate_weight : weight of the gates' loss; the language model's loss has weight 1.
-    tasks : share of the training chunks that are retrieval tasks, generated anew for every step; plain text seldom needs
-        retrieval.
-    """
+    """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless ``select.sparsity=0``."""
 
     select: SelectConfig
     train: FinetuneTrainConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    gate_weight: float = field(default=1.0, metadata=within("[0, 1e6]"))
-    tasks: float = field(default=0.0, metadata=within("[0, 1]"))
+    gate_weight: Annotated[Number, Interval(ge=0, le=10**6)] = key(
+        "weight of the gates' loss; the language model's loss has weight 1", default=1.0
+    )
+    tasks: Share = key("share of the training chunks that are retrieval tasks, generated anew for every step", default=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -257,31 +262,28 @@ class FinetuneConfig(RunConfig):
         return not (isinstance(self.select, SparsityConfig) and self.select.sparsity == 0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class AttachConfig(RunConfig):
-    """Keys of the commands that attach artifacts to a model.
-
-    Attributes
-    ----------
-    select : scores and policy that select the blocks of prefill.
-    artifacts : gates for prefill; query classifiers, decode gates, or a k-means, which routes without a classifier.
-    chat : make a prompt the message of a user in the model's chat template; None does so if the model has one.
-    probes : buckets that each decoded query reads.
-    keys : instead of ``probes``, mean share of the keys outside the dense window that decoded queries read.
-    recent, sink : numbers of last and first keys that are always read.
-    dense_layers : layers in which decoding reads every key. None for these four stands for what the artifact records.
-    dense_below : number of keys below which prompts and new tokens are dense; None stands for measured break-even lengths.
-    """
+    """Keys of the commands that attach artifacts to a model."""
 
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    chat: bool | None = None
-    probes: int | None = field(default=None, metadata=within("[0, 1e6]"))
-    keys: float | None = field(default=None, metadata=within("[0.001, 0.5]"))
-    recent: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    sink: int | None = field(default=None, metadata=within("[0, 1e9]"))
-    dense_layers: list[int] | None = field(default=None, metadata=within("[0, 1e6]"))
-    dense_below: int | None = field(default=None, metadata=within("[0, 1e9]"))
+    chat: Flag | None = key("make prompts messages of a user in the model's chat template; null: if it has one", default=None)
+    probes: CountOrNone | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
+    keys: KeyShare | None = key(
+        "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
+    )
+    recent: Tokens | None = key("last keys that are always read, in tokens; null: as recorded with the artifact", default=None)
+    sink: TokensOrNone | None = key(
+        "first keys that are always read, in tokens; null: as recorded with the artifact", default=None
+    )
+    dense_layers: list[CountOrNone] | None = key(
+        "layers in which decoding reads every key; null: as recorded with the artifact", default=None
+    )
+    dense_below: TokensOrNone | None = key(
+        "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
+        default=None,
+    )
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -295,17 +297,14 @@ class AttachConfig(RunConfig):
         require(ok, "keys", self.keys, f"accepted is null with probes={self.probes}: give one of the two")
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class EvalRunConfig(AttachConfig):
-    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone.
+    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone."""
 
-    Attributes
-    ----------
-    compare : folder of another evaluation, whose scores the report shows beside these; None for none.
-    """
-
-    eval: EvalConfig
-    compare: str | None = None
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    compare: Text | None = key(
+        "folder of another evaluation, e.g. outputs/tiny/base/eval, whose scores the report shows beside these", default=None
+    )
 
     @property
     def all_keys(self) -> list[float]:
@@ -315,19 +314,18 @@ class EvalRunConfig(AttachConfig):
         return asked if self.keys is None else [*asked, self.keys]
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class AnswerConfig(AttachConfig):
-    """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens.
+    """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens."""
 
-    Attributes
-    ----------
-    keys : as for :class:`AttachConfig` or, with decode gates, a whole number of keys from 1 on.
-    threshold : instead of ``probes`` or ``keys``, probability from which decode gates read a block.
-    """
-
-    keys: float | None = None
-    threshold: float | None = field(default=None, metadata=within("(0, 1)"))
-    max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))
+    keys: Number | None = key(
+        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates a number, e.g. 2048",
+        default=None,
+    )
+    threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
+        "instead of probes or keys: probability from which a decode gate reads a block, e.g. 0.005", default=None
+    )
+    max_new_tokens: Count = key("number of tokens to generate, greedily", default=64)
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -342,62 +340,53 @@ class AnswerConfig(AttachConfig):
             require(ok, "threshold", self.threshold, f"accepted is null with {other}: give one of the two")
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class GenerateConfig(AnswerConfig):
-    """``msattn generate``: greedy tokens, with dense and with sparse attention.
+    """``msattn generate``: greedy tokens, with dense and with sparse attention."""
 
-    Attributes
-    ----------
-    independent : each query head reads buckets of its own, which a query group shares otherwise (and always in ``serve``).
-    """
-
-    independent: bool = False
+    independent: Flag = key(
+        "each query head reads buckets of its own, which a query group shares otherwise (and always in serve)", default=False
+    )
 
     @property
     def routing(self) -> dict[str, Any]:
         return super().routing | {"independent": self.independent}
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema("server.", kw_only=True)
 class ServerLimits:
-    """``server.*``: memory of the KV cache, and limits of requests.
+    """``server.*``: memory of the KV cache, and limits of requests."""
 
-    Attributes
-    ----------
-    page_size : tokens of a page of the cache.
-    pages : pages of the cache; None stands for what memory holds on a GPU, and for eight of the longest requests on a CPU.
-    batch_tokens : tokens that one pass of the model computes at most; longer prompts take several passes.
-    max_length : tokens of a request, prompt and answer together; None stands for the model's positions.
-    max_running : requests that one pass of the model computes at most.
-    max_waiting : requests without a first token; a further one is refused.
-    max_body_mb : size of a request's body in megabytes.
-    drain_s : seconds that running requests have to finish after Ctrl-C or SIGTERM.
-    """
-
-    page_size: int = field(default=256, metadata=within("[16, 4096]"))
-    pages: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    batch_tokens: int | None = field(default=None, metadata=within("[1, 1e6]"))
-    max_length: int | None = field(default=None, metadata=within("[2, 1e9]"))
-    max_running: int = field(default=256, metadata=within("[1, 1e5]"))
-    max_waiting: int = field(default=1024, metadata=within("[1, 1e6]"))
-    max_body_mb: float = field(default=16.0, metadata=within("(0, 1024]"))
-    drain_s: float = field(default=30.0, metadata=within("[0, 3600]"))
-
-    def __post_init__(self) -> None:
-        check(self, "server.")
+    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key("tokens of a page of the KV cache", default=256)
+    pages: Tokens | None = key(
+        "pages of the KV cache; null: as many as the GPU's memory holds, on a CPU those of eight requests of max_length",
+        default=None,
+    )
+    batch_tokens: Count | None = key(
+        "tokens that one pass of the model computes at most; null: 8192 on a GPU, 512 on a CPU", default=None
+    )
+    max_length: Annotated[Int, Interval(ge=2, le=10**9)] | None = key(
+        "tokens of a request, prompt and answer together; null: the model's positions", default=None
+    )
+    max_running: Annotated[Int, Interval(ge=1, le=10**5)] = key(
+        "requests that one pass of the model computes at most", default=256
+    )
+    max_waiting: Count = key("requests without a first token; a further one is refused with 429", default=1024)
+    max_body_mb: Annotated[Number, Interval(gt=0, le=1024)] = key(
+        "size of a request in megabytes; a larger one is refused with 413", default=16.0
+    )
+    drain_s: Annotated[Number, Interval(ge=0, le=3600)] = key(
+        "seconds that running requests have to finish after Ctrl-C or SIGTERM", default=30.0
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
+@schema(kw_only=True)
 class ServeConfig(AnswerConfig):
-    """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one.
+    """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one."""
 
-    Attributes
-    ----------
-    dense : serve the model without artifacts.
-    """
-
-    server: ServerLimits
-    dense: bool = False
+    server: ServerLimits = field(default_factory=ServerLimits)
+    max_new_tokens: Count = key("new tokens of a request that does not give max_tokens", default=1024)
+    dense: Flag = key("serve the model as it is, without artifacts, e.g. to compare", default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

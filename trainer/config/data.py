@@ -1,57 +1,54 @@
 """Configuration of the text for training and evaluation."""
 
-from dataclasses import dataclass, field
+from typing import Annotated
 
+from msattn.trainer.config.schema import Flag, OneOf, Text, Tokens, key, schema
 from msattn.trainer.config.text_files import SUFFIXES, text_files
-from msattn.trainer.config.values import check, choices, require, within
+from msattn.trainer.config.values import require
+
+Source = Annotated[Text, OneOf(("stdlib", "text", "hub"))]
 
 
-@dataclass(frozen=True)
+@schema("data.")
 class DataConfig:
     """Text and its division into chunks.
 
-    Attributes
-    ----------
-    source : ``stdlib`` (the running interpreter's library), ``text`` (local files) or ``hub`` (a streamed Hub dataset). None:
-        none was chosen; evaluation reads the library, and training a pretrained model refuses.
-    path : file, folder or glob of txt, md, jsonl or parquet, also as .gz, .xz or .zst (``text``); dataset id (``hub``);
-        pattern of module names, e.g. ``json.*`` (``stdlib``; None: all).
-    heldout_path : held-out documents for ``text``; None holds out a tenth of the documents, chosen by a hash of their names, or
-        the last tenth of a single document. Training and evaluation refuse held-out text that is also training text.
-    subset, split, column : configuration, split and text column of a Hub dataset; ``column`` also of jsonl and parquet files.
-    heldout_split : split of a Hub dataset with the held-out documents; None holds out a tenth of those of ``split``.
-    revision : branch, tag or commit of a Hub dataset; None: the default branch.
-    seq_len : length of a chunk, in tokens.
-    num_chunks : at most this many chunks (None: all; a streamed source needs a number).
-    needles : insert sentences into training text that state a fact once and repeat it much later. The embedded model was
-        trained on such text; plain text seldom needs the retrieval that ``eval=needle`` measures.
-    bos : begin each document with the BOS token, as in pretraining. A chunk that begins inside a document gets none.
-    cache : folder for the tokens of the text, which later runs and other ranks read; None keeps none.
+    ``source=None``: none was chosen; evaluation reads the standard library, and training a pretrained model refuses. Training
+    and evaluation refuse held-out text that is also training text. A chunk that begins inside a document gets no BOS token.
     """
 
-    source: str | None = field(metadata=choices(("stdlib", "text", "hub")))
-    path: str | None = None
-    heldout_path: str | None = None
-    subset: str | None = None
-    split: str = "train"
-    heldout_split: str | None = None
-    revision: str | None = None
-    column: str = "text"
-    seq_len: int = field(default=4096, metadata=within("[1, 1e9]"))
-    num_chunks: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    needles: bool = False
-    bos: bool = False
-    cache: str | None = None
+    source: Source | None = key("stdlib (Python's library), text (local files) or hub (a dataset of the Hugging Face Hub)")
+    path: Text | None = key(
+        "file, folder or glob for text; dataset id for hub; pattern of module names for stdlib, null: all", default=None
+    )
+    heldout_path: Text | None = key(
+        "held-out files for text; null: a tenth of the documents, chosen by a hash of their names", default=None
+    )
+    subset: Text | None = key("configuration name of a Hub dataset", default=None)
+    split: Text = key("split of a Hub dataset", default="train")
+    heldout_split: Text | None = key(
+        "split of a Hub dataset with the held-out documents; null: a tenth of the documents of split", default=None
+    )
+    revision: Text | None = key(
+        "branch, tag or commit of a Hub dataset, e.g. refs/convert/parquet; null: the default branch", default=None
+    )
+    column: Text = key("column of a Hub dataset, of jsonl and of parquet files", default="text")
+    seq_len: Tokens = key("length of a chunk, in tokens; eval measures at the same length", default=4096)
+    num_chunks: Tokens | None = key("at most this many chunks; null: all; a streamed dataset needs a number", default=None)
+    needles: Flag = key("insert sentences into training text that state a fact once and repeat it much later", default=False)
+    bos: Flag = key("begin each document with the BOS token", default=False)
+    cache: Text | None = key(
+        "folder that keeps the tokens of the text for later runs and other ranks; null: keep none", default=None
+    )
 
     def __post_init__(self) -> None:
-        check(self, "data.")
         require(self.is_library or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
         ok = not self.is_library or not self.path or ("/" not in self.path and not self.path.endswith(SUFFIXES))
         require(ok, "data.path", self.path, "data=stdlib reads no files, only modules by name; add data=text or data=hub")
-        for key, source in (("heldout_path", "text"), ("heldout_split", "hub"), ("revision", "hub")):
-            value = getattr(self, key)
+        for name, source in (("heldout_path", "text"), ("heldout_split", "hub"), ("revision", "hub")):
+            value = getattr(self, name)
             reads = f"only data={source} reads it; this is data={self.source or 'stdlib'}"
-            require(value is None or self.source == source, f"data.{key}", value, reads)
+            require(value is None or self.source == source, f"data.{name}", value, reads)
         ok = self.heldout_split is None or self.heldout_split != self.split
         require(ok, "data.heldout_split", self.heldout_split, "another split than data.split")
         require(self.cache is None or bool(self.cache.strip()), "data.cache", repr(self.cache), "null, or a folder")

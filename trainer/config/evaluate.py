@@ -1,10 +1,30 @@
 """Configuration of the evaluation tasks."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated
 
+from annotated_types import Interval, MinLen
+
+from msattn.trainer.config.schema import (
+    Count,
+    CountOrNone,
+    Flag,
+    Int,
+    KeyShare,
+    Number,
+    OneOf,
+    Samples,
+    Share,
+    Sparsity,
+    Text,
+    Tokens,
+    TokensOrNone,
+    key,
+    schema,
+)
 from msattn.trainer.config.select import BASELINES, ROUTERS
-from msattn.trainer.config.values import check, choices, require, within
+from msattn.trainer.config.values import require
 
 TASKS = (
     "perplexity",
@@ -24,122 +44,97 @@ RULER_TASKS = (
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
 )
 QUALITY = TASKS[:3]  # the default
+SPARSITIES = "shares of the visible blocks that are not read"
+PROBES = "numbers of buckets that a query reads; 0: only sink and recent keys"
+KEYS = "mean shares of the keys outside the dense window that a query reads, with a query classifier"
+INDEPENDENT = "also decode with separate probes for each query head; serving shares probes within a query group"
+HAYSTACK = "a text file or folder; null: the held-out documents of data"
+
+Index = Annotated[Int, Interval(ge=0, lt=10000)]
+Lengths = Annotated[list[Tokens], MinLen(1)]
+LongerThanOne = Annotated[Int, Interval(ge=2, le=10**9)]
+NewTokens = Annotated[Int, Interval(ge=1, le=65536)]
 
 
-@dataclass(frozen=True)
+@schema("eval.perplexity.")
 class PerplexityConfig:
-    """Perplexity of ``num_chunks`` held-out chunks of ``length`` tokens, at each of ``sparsities``."""
+    """Perplexity of held-out chunks, at each of ``sparsities``."""
 
-    length: int = field(default=4096, metadata=within("[2, 1e9]"))
-    num_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.perplexity.")
+    length: LongerThanOne = key("tokens of a held-out chunk", default=4096)
+    num_chunks: Count = key("held-out chunks", default=16)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
 
 
-@dataclass(frozen=True)
+@schema("eval.recall.")
 class RecallConfig:
-    """Attention mass in the keys that are read, on ``num_chunks`` held-out chunks of ``length`` tokens.
+    """Attention mass in the keys that are read, on held-out chunks: by block selections, and by routing in decoding."""
 
-    Block selections are measured at each of ``sparsities``, routing with each number of ``probes`` for ``num_queries`` decoding
-    queries of a chunk, and query classifiers also at each share of the ``keys``. ``independent`` adds routing with separate
-    probes for each query head; serving shares probes within a query group.
-    """
-
-    length: int = field(default=4096, metadata=within("[1, 1e9]"))
-    num_chunks: int = field(default=2, metadata=within("[1, 1e6]"))
-    num_queries: int = field(default=64, metadata=within("[1, 1e6]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
-    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
-    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
-    independent: bool = False
-
-    def __post_init__(self) -> None:
-        check(self, "eval.recall.")
+    length: Tokens = key("tokens of a held-out chunk", default=4096)
+    num_chunks: Count = key("held-out chunks", default=2)
+    num_queries: Count = key("decoding queries of a chunk", default=64)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
+    probes: list[CountOrNone] = key(PROBES, default=[0, 1, 2, 4])
+    keys: list[KeyShare] = key(KEYS, default=[])
+    independent: Flag = key(INDEPENDENT, default=False)
 
 
-@dataclass(frozen=True)
+@schema("eval.needle.")
 class NeedleConfig:
-    """Retrieval of needles from text: ``samples`` prompts of each of ``lengths`` and ``depths``.
+    """Retrieval of needles from text. The answer is always decoded with sparse attention."""
 
-    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). ``needles`` are hidden in a prompt and one
-    of them is asked for. Block selections are measured at ``sparsities``, routing with ``probes``, and query classifiers also
-    at shares of the ``keys``; ``independent`` adds routing with separate buckets for each query head. ``question`` is ``dense``
-    or ``sparse``, the attention of the question's tokens in routing; the answer is always decoded with sparse attention.
-    """
-
-    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
-    depths: list[float] = field(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata=within("[0, 1]"))
-    samples: int = field(default=8, metadata=within("[1, 10000]"))
-    needles: int = field(default=1, metadata=within("[1, 1000]"))
-    haystack: str | None = None
-    question: str = field(default="sparse", metadata=choices(("dense", "sparse")))
-    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
-    probes: list[int] = field(default_factory=lambda: [0, 1, 2, 4], metadata=within("[0, 1e6]"))
-    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
-    independent: bool = False
-
-    def __post_init__(self) -> None:
-        check(self, "eval.needle.")
-        for key in ("lengths", "depths"):
-            require(bool(getattr(self, key)), f"eval.needle.{key}", getattr(self, key), "one or more")
+    lengths: Lengths = key("tokens of a prompt", default=[4096])
+    depths: Annotated[list[Share], MinLen(1)] = key(
+        "position of the needle; 0: the start of the context", default=[0.0, 0.25, 0.5, 0.75, 1.0]
+    )
+    samples: Samples = key("prompts of each length and depth", default=8)
+    needles: Annotated[Int, Interval(ge=1, le=1000)] = key("needles hidden in a prompt, of which one is asked for", default=1)
+    haystack: Text | None = key(HAYSTACK, default=None)
+    question: Annotated[Text, OneOf(("dense", "sparse"))] = key(
+        "sparse or dense: attention of the question's tokens when the answer is decoded with bucket routing", default="sparse"
+    )
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
+    probes: list[CountOrNone] = key(PROBES, default=[0, 1, 2, 4])
+    keys: list[KeyShare] = key(KEYS, default=[])
+    independent: Flag = key(INDEPENDENT, default=False)
 
 
-@dataclass(frozen=True)
+@schema("eval.documents.")
 class DocumentsConfig:
-    """Perplexity of the first tokens of ``num_documents`` held-out documents, at each of ``lengths`` and ``sparsities``."""
+    """Perplexity of the first tokens of held-out documents, at each of ``lengths`` and ``sparsities``."""
 
-    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[2, 1e9]"))
-    num_documents: int = field(default=16, metadata=within("[1, 1e6]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9], metadata=within("[0, 1)"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.documents.")
-        require(bool(self.lengths), "eval.documents.lengths", self.lengths, "one or more")
+    lengths: Annotated[list[LongerThanOne], MinLen(1)] = key("first tokens of a held-out document", default=[4096])
+    num_documents: Count = key("held-out documents that are long enough", default=16)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
 
 
-@dataclass(frozen=True)
+@schema("eval.ruler.")
 class RulerConfig:
-    """RULER's synthetic ``tasks``: ``samples`` prompts of each, of each of ``lengths`` with the tokens of the answer.
+    """RULER's synthetic tasks, all but the two that need data sets of questions."""
 
-    ``haystack`` is a text file or folder (None: the held-out documents of ``data``). Prompts are answered together, in batches
-    of up to ``batch_tokens`` tokens. Block selections are measured at ``sparsities``, routing with ``probes``, and query
-    classifiers at shares of the ``keys``; ``independent`` adds routing with separate buckets for each query head.
-    """
-
-    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
-    tasks: list[str] = field(default_factory=lambda: list(RULER_TASKS), metadata=choices(RULER_TASKS))
-    samples: int = field(default=20, metadata=within("[1, 10000]"))
-    haystack: str | None = None
-    batch_tokens: int = field(default=32768, metadata=within("[0, 1e9]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.8, 0.9], metadata=within("[0, 1)"))
-    probes: list[int] = field(default_factory=lambda: [1, 2, 4], metadata=within("[0, 1e6]"))
-    keys: list[float] = field(default_factory=list, metadata=within("[0.001, 0.5]"))
-    independent: bool = False
-
-    def __post_init__(self) -> None:
-        check(self, "eval.ruler.")
-        for key in ("lengths", "tasks"):
-            require(bool(getattr(self, key)), f"eval.ruler.{key}", getattr(self, key), "one or more")
+    lengths: Lengths = key("tokens of a prompt with its answer", default=[4096])
+    tasks: Annotated[list[Annotated[Text, OneOf(RULER_TASKS)]], MinLen(1)] = key("tasks of RULER", default=[*RULER_TASKS])
+    samples: Samples = key("prompts of each length and task", default=20)
+    haystack: Text | None = key(HAYSTACK, default=None)
+    batch_tokens: TokensOrNone = key(
+        "tokens of the prompts that are answered together; one prompt may have more", default=32768
+    )
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
+    probes: list[CountOrNone] = key(PROBES, default=[1, 2, 4])
+    keys: list[KeyShare] = key(KEYS, default=[])
+    independent: Flag = key(INDEPENDENT, default=False)
 
 
-@dataclass(frozen=True)
+@schema("eval.harness.")
 class HarnessConfig:
-    """``tasks`` of lm_eval, also of the YAML files in ``include_path``, with at most ``limit`` samples of each (None: all).
+    """Tasks of lm_eval. Routings are measured with the number of probes that their artifacts record."""
 
-    Tasks that make their prompts, such as RULER's, make them of ``lengths`` tokens (none: the tasks' own lengths). Block
-    selections are measured at ``sparsities``, routings with the number of probes that their artifacts record.
-    """
-
-    tasks: list[str] = field(default_factory=list)
-    include_path: str | None = None
-    lengths: list[int] = field(default_factory=list, metadata=within("[1, 1e9]"))
-    limit: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.harness.")
+    tasks: list[Text] = key("names of lm_eval's tasks and groups, such as longbench", default=[])
+    include_path: Text | None = key("folder with YAML files of further tasks; functions that they name are run", default=None)
+    lengths: list[Tokens] = key(
+        "tokens of the prompts of tasks that make them, such as RULER's and BABILong's; []: the tasks' own", default=[]
+    )
+    limit: Tokens | None = key("at most this many samples of each task and length; null: all", default=None)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.9])
 
     def check_paths(self) -> None:
         """Raises UserError if there are no tasks, or no such folder."""
@@ -148,125 +143,100 @@ class HarnessConfig:
         require(found, "eval.harness.include_path", self.include_path, "a folder with YAML files of tasks")
 
 
-@dataclass(frozen=True)
+@schema("eval.prompts.")
 class PromptsConfig:
-    """The user's own prompts in the jsonl file ``path``, answered with up to ``max_new_tokens`` greedy tokens.
+    """The user's own prompts. Routings are measured with the number of probes that their artifacts record."""
 
-    Block selections are measured at ``sparsities``, routings with the number of probes that their artifacts record;
-    ``independent`` adds routing with separate buckets for each query head.
-    """
-
-    path: str | None = None
-    max_new_tokens: int = field(default=64, metadata=within("[1, 1e6]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.9], metadata=within("[0, 1)"))
-    independent: bool = False
-
-    def __post_init__(self) -> None:
-        check(self, "eval.prompts.")
+    path: Text | None = key("jsonl file with prompt (or messages with role and content) and answer in each line", default=None)
+    max_new_tokens: Count = key("longest answer, in tokens", default=64)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.9])
+    independent: Flag = key(INDEPENDENT, default=False)
 
 
-@dataclass(frozen=True)
+@schema("eval.analysis.")
 class AnalysisConfig:
-    """Queries, keys and attention mass of ``num_chunks`` held-out chunks of ``length`` tokens.
+    """Queries, keys and attention mass of held-out chunks."""
 
-    Attributes
-    ----------
-    length, num_chunks : held-out chunks.
-    num_queries : decoding queries of a chunk.
-    layers : layers to measure (None: four, evenly spaced).
-    heads : key/value heads to measure, with their query heads (None: all).
-    buckets : numbers of buckets of further k-means partitions, fitted on training text (None: a quarter of the router's).
-    """
-
-    length: int = field(default=4096, metadata=within("[2, 1e9]"))
-    num_chunks: int = field(default=4, metadata=within("[1, 1e6]"))
-    num_queries: int = field(default=32, metadata=within("[1, 1e6]"))
-    layers: list[int] | None = field(default=None, metadata=within("[0, 10000)"))
-    heads: list[int] | None = field(default=None, metadata=within("[0, 10000)"))
-    buckets: list[int] | None = field(default=None, metadata=within("[1, 1e6]"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.analysis.")
-        for key in ("layers", "heads"):
-            require(getattr(self, key) != [], f"eval.analysis.{key}", [], "one or more, or null")
+    length: LongerThanOne = key("tokens of a held-out chunk", default=4096)
+    num_chunks: Count = key("held-out chunks", default=4)
+    num_queries: Count = key("decoding queries of a chunk", default=32)
+    layers: Annotated[list[Index], MinLen(1)] | None = key("layers to measure; null: four, evenly spaced", default=None)
+    heads: Annotated[list[Index], MinLen(1)] | None = key(
+        "key/value heads to measure, with their query heads; null: all", default=None
+    )
+    buckets: list[Count] | None = key(
+        "numbers of buckets of further k-means partitions, fitted on training text; null: a quarter of the router's",
+        default=None,
+    )
 
 
-@dataclass(frozen=True)
+@schema("eval.latency.")
 class LatencyConfig:
-    """Time to the first token of prompts of ``lengths`` random tokens, dense and at each of ``sparsities``.
+    """Time to the first token, dense and sparse, after a warm-up prompt.
 
-    After a warm-up prompt, prompts are measured for ``seconds``, at least one. One setting of each method is also measured on
-    prompts of at least ``2 * chunk`` tokens in passes of ``chunk`` tokens, and on the last ``turn`` tokens of prompts of at
-    least ``2 * turn`` tokens, after cached ones. None leaves these out.
+    One setting of each method is also measured on prompts of at least ``2 * chunk`` tokens in passes of ``chunk`` tokens, and
+    on the last ``turn`` tokens of prompts of at least ``2 * turn`` tokens, after cached ones.
     """
 
-    lengths: list[int] = field(default_factory=lambda: [1024, 4096], metadata=within("[1, 1e9]"))
-    sparsities: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.9, 0.95], metadata=within("[0, 1)"))
-    seconds: float = field(default=1.0, metadata=within("(0, 600]"))
-    chunk: int | None = field(default=8192, metadata=within("[1, 1e9]"))
-    turn: int | None = field(default=8192, metadata=within("[1, 1e9]"))
+    lengths: Lengths = key("numbers of random tokens in a prompt", default=[1024, 4096])
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9, 0.95])
+    seconds: Annotated[Number, Interval(gt=0, le=600)] = key(
+        "measuring time of each method and length; at least one prompt is measured", default=1.0
+    )
+    chunk: Tokens | None = key("tokens of a pass of prompts that are prefilled in several; null: leave them out", default=8192)
+    turn: Tokens | None = key(
+        "new tokens after cached ones, as in the second turn of a chat; null: leave them out", default=8192
+    )
 
-    def __post_init__(self) -> None:
-        check(self, "eval.latency.")
-        require(bool(self.lengths), "eval.latency.lengths", self.lengths, "one or more")
 
-
-@dataclass(frozen=True)
+@schema("eval.decoding.")
 class DecodingConfig:
-    """Tokens per second of ``generate`` after caches of random keys, with dense attention and with bucket routing.
+    """Tokens per second of ``generate`` after caches of random keys, with dense attention and with bucket routing."""
 
-    Each of ``batches`` is measured after each of ``lengths`` cached keys, unless all sequences together have more than
-    ``max_keys`` of them (None: no limit). ``tokens`` tokens of each sequence are measured. Up to a batch of
-    ``transformers_batch``, transformers alone is measured too.
-    """
-
-    lengths: list[int] = field(default_factory=lambda: [4096], metadata=within("[1, 1e9]"))
-    batches: list[int] = field(default_factory=lambda: [1], metadata=within("[1, 1e6]"))
-    max_keys: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    tokens: int = field(default=64, metadata=within("[1, 65536]"))
-    transformers_batch: int = field(default=1, metadata=within("[0, 1e6]"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.decoding.")
-        for key in ("lengths", "batches"):
-            require(bool(getattr(self, key)), f"eval.decoding.{key}", getattr(self, key), "one or more")
+    lengths: Lengths = key("numbers of random keys in the cache of each sequence", default=[4096])
+    batches: Annotated[list[Count], MinLen(1)] = key("numbers of sequences; each is measured after each length", default=[1])
+    max_keys: Tokens | None = key(
+        "leaves out batches and lengths with more cached keys in all, for lack of memory; null: no limit", default=None
+    )
+    tokens: NewTokens = key("number of measured tokens of each sequence", default=64)
+    transformers_batch: CountOrNone = key(
+        "largest batch that is also measured with transformers alone, which copies the cache for each token", default=1
+    )
 
 
-@dataclass(frozen=True)
+@schema("eval.throughput.")
 class ThroughputConfig:
-    """Requests that are served together: each number of ``requests`` with prompts of each of ``lengths`` random tokens.
+    """Requests that are served together; with too few pages, requests wait."""
 
-    Each is answered with ``tokens`` new tokens. A pass has up to ``batch_tokens`` tokens, of prompts and new ones together. The
-    cache has ``pages`` pages of ``page_size`` tokens of all layers (None: enough for all requests at the same time); with
-    fewer, requests wait.
-    """
-
-    lengths: list[int] = field(default_factory=lambda: [65536], metadata=within("[1, 1e9]"))
-    requests: list[int] = field(default_factory=lambda: [16], metadata=within("[1, 1e5]"))
-    tokens: int = field(default=256, metadata=within("[1, 65536]"))
-    page_size: int = field(default=256, metadata=within("[16, 4096]"))
-    pages: int | None = field(default=None, metadata=within("[1, 1e9]"))
-    batch_tokens: int = field(default=8192, metadata=within("[16, 1e6]"))
-
-    def __post_init__(self) -> None:
-        check(self, "eval.throughput.")
-        for key in ("lengths", "requests"):
-            require(bool(getattr(self, key)), f"eval.throughput.{key}", getattr(self, key), "one or more")
+    lengths: Lengths = key("numbers of random tokens in a prompt", default=[65536])
+    requests: Annotated[list[Annotated[Int, Interval(ge=1, le=10**5)]], MinLen(1)] = key(
+        "numbers of requests that arrive at once", default=[16]
+    )
+    tokens: NewTokens = key("new tokens of each request", default=256)
+    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key(
+        "tokens of a page of the cache; a multiple of the gate's block size", default=256
+    )
+    pages: Tokens | None = key("pages of the cache; null: enough for all requests at the same time", default=None)
+    batch_tokens: Annotated[Int, Interval(ge=16, le=10**6)] = key(
+        "largest number of tokens in a pass, of prompts and new tokens together", default=8192
+    )
 
 
-@dataclass(frozen=True)
+@schema("eval.")
 class EvalConfig:
-    """``tasks`` to run, with a section for each.
+    """``tasks`` to run, with a section for each."""
 
-    ``baselines`` are block scores that are compared with the gate's, ``routers`` training-free ways to choose the keys that a
-    decoded token reads. At each of ``key_shares``, routings have the numbers of probes that read about this share of the keys
-    on training text; without any, those that tasks and artifacts name.
-    """
-
-    tasks: list[str] = field(default_factory=lambda: list(QUALITY), metadata=choices(TASKS))
-    baselines: list[str] = field(default_factory=lambda: list(BASELINES), metadata=choices(BASELINES))
-    routers: list[str] = field(default_factory=list, metadata=choices(ROUTERS))
-    key_shares: list[float] = field(default_factory=list, metadata=within("(0, 1]"))
+    tasks: list[Annotated[Text, OneOf(TASKS)]] = key("tasks to run", default=[*QUALITY])
+    baselines: list[Annotated[Text, OneOf(BASELINES)]] = key(
+        "block scores that are compared with the gate's",
+        default=["oracle", "random", "sink_local", "a_shape", "mean_pool", "quest", "vertical_slash"],
+    )
+    routers: list[Annotated[Text, OneOf(ROUTERS)]] = key(
+        "training-free choices of the keys that a decoded token reads", default=["window", "quest"]
+    )
+    key_shares: list[Annotated[Number, Interval(gt=0, le=1)]] = key(
+        "shares of the keys that routings read on training text, e.g. [0.1, 0.2]; []: their numbers of probes below", default=[]
+    )
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
@@ -280,7 +250,6 @@ class EvalConfig:
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
 
     def __post_init__(self) -> None:
-        check(self, "eval.")
-        for key in ("baselines", "routers", "key_shares"):
-            values = [f"{value:.3g}" if isinstance(value, float) else value for value in getattr(self, key)]
-            require(len({*values}) == len(values), f"eval.{key}", getattr(self, key), "each value once")
+        for name in ("baselines", "routers", "key_shares"):
+            values = [f"{value:.3g}" if isinstance(value, float) else value for value in getattr(self, name)]
+            require(len({*values}) == len(values), f"eval.{name}", getattr(self, name), "each value once")

@@ -1,113 +1,98 @@
 """Configuration of the language model, and sizes that depend on it."""
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msattn.trainer.config.values import check, choices, folder_name, require, within
+from msattn.trainer.config.schema import (
+    Count,
+    CountOrNone,
+    Flag,
+    KeyShare,
+    OneOf,
+    Samples,
+    Steps,
+    Text,
+    Tokens,
+    TokensOrNone,
+    key,
+    schema,
+)
+from msattn.trainer.config.train import Batch, Rate, Width
+from msattn.trainer.config.values import folder_name, require
 
 
-@dataclass(frozen=True)
+@schema("model.presets.")
 class ModelPresets:
     """Sizes that differ by model; the defaults of other groups refer to them as ``${model.presets.*}``.
 
-    Attributes
-    ----------
-    seq_len : length of a chunk, in tokens.
-    num_buckets : k-means buckets of each key/value head.
-    long_range : training queries are those whose top key is more than this many tokens away.
-    qmodel_hidden, qmodel_steps, qmodel_lr : width of the query classifier, its optimizer steps and learning rate.
-    gate_steps, gate_batch : optimizer steps of the gates, and chunks of a step.
-    gate_loss, gate_q_pool, gate_k_pool : loss and poolings of the gates.
-    kmeans_prompts, qmodel_prompts : chunks whose keys are clustered, and whose queries train the classifier.
-    points_per_bucket : keys that are clustered, for each bucket (None: all).
-    qmodel_source, qmodel_steps_per_prompt, qmodel_schedule : source of training queries, batches of a run of the model over a
-        chunk, and schedule of the learning rate.
-    probes : buckets that each decoded query reads.
-    recent : last keys that are always read, in tokens.
-    data : text of a run that chooses none; None: training a pretrained model refuses, as the standard library is too little.
-    needles : insert repeated sentences into training text.
-    eval_chunks : held-out chunks for perplexity.
-    needle_samples : needle prompts of each length and depth.
-    eval_probes : numbers of probes with which routing is measured (0: only sink and recent keys are read).
-    eval_keys : shares of the keys at which query classifiers are measured.
-    latency_lengths, decoding_lengths : prompt lengths and cache lengths at which speed is measured, in tokens.
-    throughput_length : length of the prompts of requests that are served together, in tokens.
+    These are the papers' settings, for models with a long context (7B and up).
     """
 
-    seq_len: int = field(default=65536, metadata=within("[1, 1e9]"))
-    num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
-    long_range: int = field(default=1024, metadata=within("[0, 1e9]"))
-    qmodel_hidden: int = field(default=1024, metadata=within("[1, 16384]"))
-    qmodel_steps: int = field(default=40000, metadata=within("[1, 1e7]"))
-    qmodel_lr: float = field(default=1e-5, metadata=within("(0, 1000]"))
-    gate_steps: int = field(default=500, metadata=within("[1, 1e7]"))
-    gate_batch: int = field(default=16, metadata=within("[1, 65536]"))
-    gate_loss: str = "mse"
-    gate_q_pool: list[str] = field(default_factory=lambda: ["avg"])
-    gate_k_pool: list[str] = field(default_factory=lambda: ["max", "min"])
-    kmeans_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
-    qmodel_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
-    points_per_bucket: int | None = field(default=None, metadata=within("[1, 1e6]"))
-    qmodel_source: str = "cache"
-    qmodel_steps_per_prompt: int = field(default=25, metadata=within("[1, 1e6]"))
-    qmodel_schedule: str = "cosine"
-    probes: int = field(default=32, metadata=within("[0, 1e6]"))
-    recent: int = field(default=2047, metadata=within("[1, 1e9]"))
-    data: str | None = field(default=None, metadata=choices(("stdlib",)))
-    needles: bool = False
-    eval_chunks: int = field(default=16, metadata=within("[1, 1e6]"))
-    needle_samples: int = field(default=8, metadata=within("[1, 10000]"))
-    eval_probes: list[int] = field(default_factory=lambda: [0, 4, 16, 32], metadata=within("[0, 1e6]"))
-    eval_keys: list[float] = field(default_factory=lambda: [0.03], metadata=within("[0.001, 0.5]"))
-    latency_lengths: list[int] = field(
-        default_factory=lambda: [1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], metadata=within("[1, 1e9]")
+    seq_len: Tokens = key("length of a chunk, in tokens", default=65536)
+    num_buckets: Count = key("k-means buckets of each key/value head", default=1024)
+    long_range: TokensOrNone = key("a training query's top key is more than this many tokens away", default=1024)
+    qmodel_hidden: Width = key("width of the query classifier", default=1024)
+    qmodel_steps: Steps = key("optimizer steps of the query classifier", default=40000)
+    qmodel_lr: Rate = key("learning rate of the query classifier", default=1e-5)
+    gate_steps: Steps = key("optimizer steps of the gates", default=500)
+    gate_batch: Batch = key("chunks per optimizer step of the gates", default=16)
+    gate_loss: Text = key("loss of the gates", default="mse")
+    gate_q_pool: list[Text] = key("query poolings of the gates", default=["avg"])
+    gate_k_pool: list[Text] = key("key poolings of the gates", default=["max", "min"])
+    kmeans_prompts: Count = key("chunks whose keys are clustered", default=8)
+    qmodel_prompts: Count = key("chunks whose queries train the classifier", default=48)
+    points_per_bucket: Count | None = key("keys that are clustered, for each bucket; null: all", default=None)
+    qmodel_source: Text = key(
+        "cache: queries of all chunks are computed once; online: the model runs during training", default="cache"
     )
-    decoding_lengths: list[int] = field(default_factory=lambda: [131072, 524288], metadata=within("[1, 1e9]"))
-    throughput_length: int = field(default=65536, metadata=within("[1, 1e9]"))
+    qmodel_steps_per_prompt: Count = key("batches of each run of the model over a chunk, with qmodel_source=online", default=25)
+    qmodel_schedule: Text = key("learning rate schedule of the query classifier", default="cosine")
+    probes: CountOrNone = key("buckets that each decoded query reads", default=32)
+    recent: Tokens = key("last keys that are always read, in tokens", default=2047)
+    data: Annotated[Text, OneOf(("stdlib",))] | None = key(
+        "text of a run that chooses none: stdlib, or null: training asks for one", default=None
+    )
+    needles: Flag = key("insert repeated sentences into training text", default=False)
+    eval_chunks: Count = key("held-out chunks for perplexity", default=16)
+    needle_samples: Samples = key("needle prompts of each length and depth", default=8)
+    eval_probes: list[CountOrNone] = key(
+        "numbers of probes that recall and needle compare; 0: only sink and recent keys", default=[0, 4, 16, 32]
+    )
+    eval_keys: list[KeyShare] = key("shares of the keys that query classifiers are compared at", default=[0.03])
+    latency_lengths: list[Tokens] = key(
+        "prompts of eval=latency, in tokens", default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+    )
+    decoding_lengths: list[Tokens] = key("cached keys of eval=latency", default=[131072, 524288])
+    throughput_length: Tokens = key("tokens of a prompt of eval=throughput", default=65536)
 
-    def __post_init__(self) -> None:
-        check(self, "model.presets.")
 
-
-@dataclass(frozen=True)
+@schema("model.")
 class ModelConfig:
-    """A language model and how it is loaded.
+    """A language model and how it is loaded."""
 
-    Attributes
-    ----------
-    name : folder under ``outputs``.
-    path : Hub id, local folder, GGUF file, or ``embedded`` (the model that ships with the package).
-    obtained_by : the way to a model whose ``path`` does not exist, for the error message.
-    init : ``pretrained``, or ``random`` (weights drawn from the seed, shape from ``architecture``; no download).
-    revision : branch, tag or commit of a Hub model.
-    trust_remote_code : run Python code that the model's folder or repository brings; without it such a model is refused.
-    rope_scaling : replaces the model's RoPE parameters, e.g. ``{rope_type: yarn, factor: 4.0}``.
-    architecture : the keys of the model's ``config.json``, used by ``init=random``.
-    presets : defaults of other groups for this model.
-    """
-
-    name: str
-    path: str
-    init: str = field(default="pretrained", metadata=choices(("pretrained", "random")))
-    revision: str | None = None
-    trust_remote_code: bool = False
-    obtained_by: str | None = None
-    rope_scaling: dict[str, Any] | None = None
-    architecture: dict[str, Any] | None = None
+    name: Text = key("folder under outputs")
+    path: Text = key("Hub id, local folder, GGUF file, or embedded (the model of this package)")
+    init: Annotated[Text, OneOf(("pretrained", "random"))] = key(
+        "or random: weights drawn from the seed, shape from model.architecture, no download", default="pretrained"
+    )
+    revision: Text | None = key("branch, tag or commit of a Hub model; null: the default branch", default=None)
+    trust_remote_code: Flag = key(
+        "run Python code that the model's files bring, e.g. a tokenizer's; false: refuse such a model", default=False
+    )
+    obtained_by: Text | None = key("the way to a model whose path does not exist, for the error message", default=None)
+    rope_scaling: dict[str, Any] | None = key(
+        "replaces the model's RoPE parameters, e.g. {rope_type: yarn, factor: 4.0}", default=None
+    )
+    architecture: dict[str, Any] | None = key("keys of transformers' config.json, for model.init=random", default=None)
     presets: ModelPresets = field(default_factory=ModelPresets)
 
     def __post_init__(self) -> None:
-        check(self, "model.")
         folder_name("model.name", self.name)
         require(bool(self.path.strip()), "model.path", self.path, "a Hub id, a folder, a GGUF file, or embedded")
-        require(
-            self.init == "pretrained" or self.architecture is not None,
-            "model.init",
-            self.init,
-            "random needs model.architecture, which the files of conf/model/ have",
-        )
+        ok = self.init == "pretrained" or self.architecture is not None
+        require(ok, "model.init", self.init, "random needs model.architecture, which the files of conf/model/ have")
 
     @property
     def argument(self) -> str:

@@ -1,11 +1,27 @@
 """Configuration of block selection: one dataclass for each policy, with the keys that this policy accepts."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msattn.trainer.config.values import check, choices, nearest, one_of, power_of_two, require, within
+from annotated_types import Interval
+from pydantic import model_validator
+
+from msattn.trainer.config.schema import (
+    BlockSize,
+    Number,
+    OneOf,
+    Seed,
+    Share,
+    Sparsity,
+    Text,
+    Tokens,
+    TokensOrNone,
+    key,
+    schema,
+)
+from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +40,12 @@ SCORES = ("gate", *BASELINES)
 POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
 
 
-@dataclass(frozen=True)
+POLICY = "how block scores become blocks"
+PolicyName = Annotated[Text, OneOf(POLICIES)]
+Scores = Annotated[Text, OneOf(SCORES)]
+
+
+@schema("select.")
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
@@ -33,34 +54,36 @@ class SelectConfig:
 
     Attributes
     ----------
-    policy : ``topk``, ``calibrated``, ``threshold``, ``nucleus``, ``token_budget`` or ``multiscale``.
-    scores : source of the block scores: ``gate``, or a baseline.
-    sink_blocks, local_blocks : numbers of leading blocks, and of blocks before the query's own, that every row reads. They and
-        the query's own block count towards the share of a policy. None stands for the numbers that the artifact of a gate
-        records (0 for imported gates, as in their paper), and for 1 each with other scores.
-    dense_queries : number of last queries of a pass whose row blocks read every block, so that a question at the end of a
-        prompt misses none. Passes of no more tokens are dense, counted in ``stats()["dense_by_choice"]``.
-    dense_below : prompts shorter than this many tokens use dense attention, which is faster for them, and are counted in
-        ``stats()["dense_by_choice"]``. The length of a batch is that of its longest prompt. ``auto`` is the break-even length
-        measured on GPUs for gates at ``sparsity`` (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for
-        other scores and for policies without a sparsity. ``msattn eval`` always measures sparse attention.
-    block_size : tokens in a block, for scores other than the gate's own.
-    seed : seed of the scores ``random``.
+    sink_blocks, local_blocks : they and the query's own block count towards the share of a policy. None stands for the numbers
+        that the artifact of a gate records (0 for imported gates, as in their paper), and for 1 each with other scores.
+    dense_queries : so that a question at the end of a prompt misses no block. Passes of no more tokens are dense, counted in
+        ``stats()["dense_by_choice"]``, as are prompts shorter than ``dense_below``.
+    dense_below : the length of a batch is that of its longest prompt. ``auto`` is the break-even length measured on GPUs for
+        gates at ``sparsity`` (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for other scores and for
+        policies without a sparsity. ``msattn eval`` always measures sparse attention.
 
     Raises
     ------
     UserError : a value out of range, or a key that the policy does not have.
     """
 
-    policy: str = field(default="topk", metadata=choices(POLICIES))
+    policy: PolicyName = key(POLICY, default="topk")
     _: KW_ONLY
-    scores: str = field(default="gate", metadata=choices(SCORES))
-    sink_blocks: int | None = field(default=None, metadata=within("[0, 1e9]"))
-    local_blocks: int | None = field(default=None, metadata=within("[0, 1e9]"))
-    dense_queries: int = field(default=0, metadata=within("[0, 1e9]"))
-    dense_below: int | str = "auto"
-    block_size: int = field(default=64, metadata=within("[16, 128]"))
-    seed: int = field(default=0, metadata=within("[0, 4294967295]"))
+    scores: Scores = key(
+        "gate, or a method without training (msattn help select); a_shape in eval.baselines alone", default="gate"
+    )
+    sink_blocks: TokensOrNone | None = key(
+        "number of leading blocks that every row reads; null: as the gate's artifact records, else 1", default=None
+    )
+    local_blocks: TokensOrNone | None = key(
+        "number of blocks before a row's own that it reads; null: as the gate's artifact records, else 1", default=None
+    )
+    dense_queries: TokensOrNone = key("number of last tokens of a prompt that read every block", default=0)
+    dense_below: TokensOrNone | Annotated[Text, OneOf(("auto",))] = key(
+        "prompts with fewer tokens use dense attention; auto: the measured break-even length", default="auto"
+    )
+    block_size: BlockSize = key("tokens in a block, for scores other than the gate's own", default=64)
+    seed: Seed = key("seed of random scores", default=0)
 
     def __new__(cls, /, policy: str | None = None, **keys: Any) -> "Self":
         kind: Any = policy_class(policy or cls.policy)
@@ -72,11 +95,18 @@ class SelectConfig:
 
         def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
 
-    def __post_init__(self) -> None:
-        check(self, "select.")
-        ok = self.dense_below == "auto" if isinstance(self.dense_below, str) else 0 <= self.dense_below <= 1e9
-        require(ok, "select.dense_below", self.dense_below, "auto, or 0 or more tokens")
-        require(power_of_two(self.block_size), "select.block_size", self.block_size, "a power of two from 16 to 128")
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_policy(cls, values: Any, validate: Callable[[Any], "SelectConfig"]) -> "SelectConfig":
+        """Returns the selection that a mapping of Hydra describes."""
+        if not isinstance(values, dict):
+            return validate(values)
+        kind = policy_class(values.get("policy", SelectConfig.policy))
+        try:
+            check_keys(kind, values)
+        except UserError as error:
+            raise UserError(f"{error}; select={kind.policy} sets the policy together with its keys") from error
+        return kind(**values)
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
         """Returns a selection by another policy; the keys that both policies have keep their values."""
@@ -84,75 +114,67 @@ class SelectConfig:
         return SelectConfig(policy, **(kept | keys))
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class SparsityConfig(SelectConfig):
-    """Base class of the policies that read a given share of the blocks.
+    """Base class of the policies that read a given share of the blocks."""
 
-    Attributes
-    ----------
-    sparsity : share of the causally visible blocks that is not read, in [0, 1).
-    """
-
-    sparsity: float = field(default=0.5, metadata=within("[0, 1)"))
+    sparsity: Sparsity = key(
+        "share of the causally visible blocks that is not read, with select=calibrated on average over a layer", default=0.5
+    )
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class TopKConfig(SparsityConfig):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
-    policy: str = field(default="topk", metadata=choices(POLICIES))
+    policy: PolicyName = key(POLICY, default="topk")
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class CalibratedConfig(SparsityConfig):
-    """Selects part of each row's top-k share, and blocks above a threshold per layer.
+    """Selects part of each row's top-k share, and blocks above a threshold per layer, which depends on the row's length.
 
     ``sparsity`` is the mean over the rows and heads of a layer. Thresholds are stored with a gate; ``msattn eval`` measures
     those of other scores on training text.
     """
 
-    policy: str = field(default="calibrated", metadata=choices(POLICIES))
+    policy: PolicyName = key(POLICY, default="calibrated")
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class ThresholdConfig(SelectConfig):
-    """Selects every block whose row-normalised score is at least ``threshold``, in [0, 1)."""
+    """Selects every block whose row-normalised score is at least ``threshold``."""
 
-    policy: str = field(default="threshold", metadata=choices(POLICIES))
-    threshold: float = field(default=0.002, metadata=within("[0, 1)"))
+    policy: PolicyName = key(POLICY, default="threshold")
+    threshold: Sparsity = key("smallest row-normalised score that is read", default=0.002)
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class NucleusConfig(SelectConfig):
-    """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``, in (0, 1]."""
+    """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``."""
 
-    policy: str = field(default="nucleus", metadata=choices(POLICIES))
-    mass: float = field(default=0.95, metadata=within("(0, 1]"))
+    policy: PolicyName = key(POLICY, default="nucleus")
+    mass: Annotated[Number, Interval(gt=0, le=1)] = key("sum of the row-normalised scores of the blocks read", default=0.95)
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class TokenBudgetConfig(SelectConfig):
     """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
-    policy: str = field(default="token_budget", metadata=choices(POLICIES))
-    tokens: int = field(default=1024, metadata=within("[1, 1e9]"))
+    policy: PolicyName = key(POLICY, default="token_budget")
+    tokens: Tokens = key("keys that a query block may read", default=1024)
 
 
-@dataclass(frozen=True)
+@schema("select.")
 class MultiscaleConfig(SelectConfig):
-    """Selects the best blocks whole and the next ones at lower resolution.
+    """Selects the best blocks whole and the next ones at lower resolution: a block at zoom z is read at 1 / z of its tokens."""
 
-    Attributes
-    ----------
-    shares : shares of the visible blocks, best first, that are read whole and at a half, a quarter and an eighth of their
-        tokens; the rest is skipped.
-    """
-
-    policy: str = field(default="multiscale", metadata=choices(POLICIES))
-    shares: list[float] = field(default_factory=lambda: [0.1, 0.1, 0.2, 0.4], metadata=within("[0, 1]"))
+    policy: PolicyName = key(POLICY, default="multiscale")
+    shares: list[Share] = key(
+        "shares of the visible blocks, best first, that are read at zoom 1, 2, 4 and 8", default=[0.1, 0.1, 0.2, 0.4]
+    )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         fits = len(self.shares) == 4 and 0 < sum(self.shares) <= 1 + 1e-9
         require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
 
@@ -181,9 +203,7 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
     if sparsity is None:
         return replace(select)
     given: dict[str, Any] = {"sparsity": sparsity}
-    checked = replace(select, **given)
-    given["sparsity"] = float(sparsity)  # fractions do not multiply tensors
-    return replace(checked, **given)
+    return replace(select, **given)
 
 
 def policy_class(policy: str) -> type[SelectConfig]:

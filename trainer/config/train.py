@@ -1,63 +1,79 @@
 """Configuration of training: optimizer, tracker, gates, k-means and query classifiers."""
 
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from msattn.trainer.config.values import check, choices, power_of_two, require, within
+from annotated_types import Interval, MinLen
+
+from msattn.trainer.config.schema import (
+    BlockSize,
+    Count,
+    Flag,
+    Int,
+    Number,
+    OneOf,
+    Steps,
+    Text,
+    Tokens,
+    TokensOrNone,
+    key,
+    schema,
+)
+from msattn.trainer.config.values import require
 
 POOLINGS = ("avg", "max", "min")
-HEADS = ("query", "kv")
-PHASES = ("prefill", "decode")
-SOURCES = ("cache", "online")
 LOSSES = ("mse", "kl", "smooth_l1")
-ATTENTIONS = ("plain", "multi_token")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
 MAX_HEAD_SIZE = 256
 AUTO = "auto"
 
+StepsOrNone = Annotated[Int, Interval(ge=0, le=10**7)]
+Batch = Annotated[Int, Interval(ge=1, le=65536)]
+Rate = Annotated[Number, Interval(gt=0, le=1000)]
+Width = Annotated[Int, Interval(ge=1, le=16384)]
+Pools = Annotated[list[Annotated[Text, OneOf(POOLINGS)]], MinLen(1)]
+Loss = Annotated[Text, OneOf(LOSSES)]
+HeadsOf = Annotated[Text, OneOf(("query", "kv"))]
+Layers = Annotated[Int, Interval(ge=1, le=256)]
+Letters = Annotated[Int, Interval(ge=1, le=25)]
 
-@dataclass(frozen=True)
+
+@schema("train.")
 class TrainConfig:
     """Optimizer settings of the shared training loop.
 
-    Attributes
-    ----------
-    lr : peak learning rate.
-    steps : optimizer steps.
-    batch_size : chunks (or query batches) of an optimizer step, over all processes.
-    micro_batch_size : chunks (or query batches) of a forward pass on one device; ``auto``: as many as the device is faster
-        with and has memory for. The result depends on it only by rounding.
-    schedule : a name of ``transformers.SchedulerType``, e.g. ``cosine``, ``linear``, ``constant``.
-    warmup_steps, weight_decay : optimizer steps of warm-up; weight decay of AdamW.
-    max_grad_norm : gradients are clipped to this norm; 0 does not clip.
-    beta2 : decay of AdamW's second moment.
-    log_every, eval_every, save_every : optimizer steps between log lines, evaluations (0: none) and checkpoints.
-    num_workers : processes that prepare batches.
-    compile : run the trained module through ``torch.compile``.
+    A batch consists of chunks, of query batches for query classifiers, or of problems for ``train-mta``. Results depend on
+    ``micro_batch_size`` only by rounding.
     """
 
-    lr: float = field(metadata=within("(0, 1000]"))
-    steps: int = field(metadata=within("[1, 1e7]"))
-    batch_size: int = field(default=1, metadata=within("[1, 65536]"))
-    micro_batch_size: int | str = field(default=AUTO, metadata=choices((AUTO,)) | within("[1, 65536]"))
-    schedule: str = "cosine"
-    warmup_steps: int = field(default=0, metadata=within("[0, 1e7]"))
-    weight_decay: float = field(default=0.0, metadata=within("[0, 1000]"))
-    max_grad_norm: float = field(default=1.0, metadata=within("[0, 1e9]"))
-    beta2: float = field(default=0.999, metadata=within("[0, 1)"))
-    log_every: int = field(default=10, metadata=within("[1, 1e7]"))
-    eval_every: int = field(default=0, metadata=within("[0, 1e7]"))
-    save_every: int = field(default=100, metadata=within("[1, 1e7]"))
-    num_workers: int = field(default=0, metadata=within("[0, 64]"))
-    compile: bool = False
+    lr: Rate = key("peak learning rate")
+    steps: Steps = key("optimizer steps")
+    batch_size: Batch = key("chunks (or query batches, or problems) per optimizer step, over all processes", default=1)
+    micro_batch_size: Annotated[Text, OneOf((AUTO,))] | Batch = key(
+        "chunks per forward pass on one device; auto: as many as make it faster and fit its memory", default=AUTO
+    )
+    schedule: Text = key(
+        "learning rate schedule: a transformers.SchedulerType, e.g. cosine, linear, constant", default="cosine"
+    )
+    warmup_steps: StepsOrNone = key("optimizer steps of linear warm-up", default=0)
+    weight_decay: Annotated[Number, Interval(ge=0, le=1000)] = key("weight decay of AdamW", default=0.0)
+    max_grad_norm: Annotated[Number, Interval(ge=0, le=10**9)] = key(
+        "gradients are clipped to this norm; 0: no clipping", default=1.0
+    )
+    beta2: Annotated[Number, Interval(ge=0, lt=1)] = key("decay of AdamW's second moment", default=0.999)
+    log_every: Steps = key("optimizer steps between log lines", default=10)
+    eval_every: StepsOrNone = key("optimizer steps between evaluations on held-out text; 0: only at the end", default=0)
+    save_every: Steps = key("optimizer steps between checkpoints", default=100)
+    num_workers: Annotated[Int, Interval(ge=0, le=64)] = key(
+        "processes that prepare batches; 0: the training process", default=0
+    )
+    compile: Flag = key(
+        "run the trained module through torch.compile; not for gates, and in finetune only with select.sparsity=0",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
-        check(self, "train.")
-        require(
-            self.batch_size % self.least_micro_batch == 0,
-            "train.batch_size",
-            self.batch_size,
-            f"a multiple of train.micro_batch_size={self.micro_batch_size}",
-        )
+        ok = self.batch_size % self.least_micro_batch == 0
+        require(ok, "train.batch_size", self.batch_size, f"a multiple of train.micro_batch_size={self.micro_batch_size}")
 
     @property
     def least_micro_batch(self) -> int:
@@ -65,74 +81,54 @@ class TrainConfig:
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else 1
 
 
-@dataclass(frozen=True)
+@schema("train.")
 class FinetuneTrainConfig(TrainConfig):
-    """Training of a whole model; weights, gradients and optimizer state take 16 bytes per parameter.
+    """Training of a whole model; weights, gradients and optimizer state take 16 bytes per parameter."""
 
-    Attributes
-    ----------
-    activation_checkpointing : keep only the input of each layer and recompute the layer in the backward pass.
-    fsdp : shard weights, gradients and optimizer state over the processes (FSDP2) instead of a copy on each.
-    """
-
-    activation_checkpointing: bool = True
-    fsdp: bool = False
+    activation_checkpointing: Flag = key(
+        "keep only the input of each layer and recompute the layer in the backward pass", default=True
+    )
+    fsdp: Flag = key(
+        "shard weights, gradients and optimizer state over the GPUs (FSDP2) instead of a copy on each", default=False
+    )
 
 
-@dataclass(frozen=True)
+@schema("tracker.")
 class TrackerConfig:
-    """Tracker of metrics in addition to ``metrics.jsonl``.
+    """Tracker of metrics in addition to ``metrics.jsonl``."""
 
-    Attributes
-    ----------
-    kind : ``wandb`` (offline without an API key), ``auto`` (the same, but says how an offline run is uploaded only where
-        wandb is set up) or ``none``.
-    project : project of Weights & Biases.
-    group : runs that wandb shows together (None: the experiment, or else the sweep, if there is one).
-    upload : upload the files of gates, k-means and query classifiers; otherwise wandb records only where they are.
-    """
-
-    kind: str = field(default="auto", metadata=choices(("auto", "wandb", "none")))
-    project: str = "msattn"
-    group: str | None = None
-    upload: bool = False
-
-    def __post_init__(self) -> None:
-        check(self, "tracker.")
+    kind: Annotated[Text, OneOf(("auto", "wandb", "none"))] = key("auto, wandb or none", default="auto")
+    project: Text = key("Weights & Biases project", default="msattn")
+    group: Text | None = key(
+        "runs that are shown together; null: the experiment, or else the sweep, if there is one", default=None
+    )
+    upload: Flag = key("upload gates, k-means and query classifiers; false: record only where they are", default=False)
 
 
-@dataclass(frozen=True)
+@schema("gate.")
 class GateConfig:
-    """SeerAttention's AttnGate.
+    """SeerAttention's AttnGate."""
 
-    Attributes
-    ----------
-    phase : ``prefill`` (queries are pooled by block) or ``decode`` (single queries, one gate for each key/value head).
-    block_size : tokens of a block (a power of two, 16 to 128).
-    q_pool, k_pool : poolings that are concatenated: avg, max, min. Decode gates have no ``q_pool``.
-    hidden : width of the gate's projections; None takes the head size.
-    heads : ``query`` (one gate for each query head) or ``kv`` (one for each key/value head); ``prefill`` only.
-    rope : apply RoPE to pooled queries and keys, at the first position of their block, and to single queries at their own.
-    qk_norm : RMSNorm of projected queries and keys before RoPE; ``decode`` only.
-    loss : ``mse``, ``kl`` or ``smooth_l1``.
-    skip_rows : number of first row blocks that the loss leaves out.
-    queries : query positions of a chunk that train decode gates, at random.
-    sink, recent : numbers of first and last keys of a query that targets of decode gates leave out, as they are read anyway.
-    """
-
-    phase: str = field(default="prefill", metadata=choices(PHASES))
-    block_size: int = field(default=64, metadata=within("[16, 128]"))
-    q_pool: list[str] = field(default_factory=lambda: ["avg"], metadata=choices(POOLINGS))
-    k_pool: list[str] = field(default_factory=lambda: ["max", "min"], metadata=choices(POOLINGS))
-    hidden: int | None = field(default=None, metadata=within("[2, 16384]"))
-    heads: str = field(default="query", metadata=choices(HEADS))
-    rope: bool = True
-    qk_norm: bool = False
-    loss: str = field(default="mse", metadata=choices(LOSSES))
-    skip_rows: int = field(default=0, metadata=within("[0, 1e9]"))
-    queries: int = field(default=1024, metadata=within("[1, 1e9]"))
-    sink: int = field(default=1, metadata=within("[0, 1e9]"))
-    recent: int = field(default=0, metadata=within("[0, 1e9]"))
+    phase: Annotated[Text, OneOf(("prefill", "decode"))] = key(
+        "prefill: queries are pooled by block; decode: a gate of single queries for each key/value head", default="prefill"
+    )
+    block_size: BlockSize = key("tokens of a block; a power of two from 16 to 128", default=64)
+    q_pool: Pools = key("prefill: poolings of a block's queries, concatenated: avg, max, min", default=["avg"])
+    k_pool: Pools = key("poolings of a block's keys, concatenated: avg, max, min", default=["max", "min"])
+    hidden: Annotated[Int, Interval(ge=2, le=16384)] | None = key("width of the projections; null: the head size", default=None)
+    heads: HeadsOf = key("prefill: one gate for each query head, or kv: one for each key/value head", default="query")
+    rope: Flag = key(
+        "apply RoPE to pooled queries and keys, at the first position of their block, and to single queries", default=True
+    )
+    qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
+    loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
+    skip_rows: TokensOrNone = key("first row blocks that the loss leaves out", default=0)
+    queries: Tokens = key("decode: random query positions of each chunk that train the gates", default=1024)
+    sink: TokensOrNone = key("decode: first keys that the targets leave out, because decoding always reads them", default=1)
+    recent: TokensOrNone = key(
+        "decode: last keys of a query that the targets leave out, as decoding always reads them; 0: none, as in the paper",
+        default=0,
+    )
 
     @property
     def kind(self) -> str:
@@ -140,119 +136,90 @@ class GateConfig:
         return {"prefill": "gate", "decode": "decode_gate"}[self.phase]
 
     def __post_init__(self) -> None:
-        check(self, "gate.")
-        require(power_of_two(self.block_size), "gate.block_size", self.block_size, "a power of two from 16 to 128")
-        for key, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
-            require(
-                bool(pools) and len(set(pools)) == len(pools),
-                key,
-                pools,
-                f"one or more of {', '.join(POOLINGS)}, each once",
-            )
+        for name, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
+            require(len(set(pools)) == len(pools), name, pools, f"one or more of {', '.join(POOLINGS)}, each once")
         require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
         allowed = self.phase == "decode" or not self.qk_norm
         require(allowed, "gate.qk_norm", self.qk_norm, "accepted with gate.phase=decode alone")
 
 
-@dataclass(frozen=True)
+@schema("kmeans.")
 class KMeansConfig:
-    """Spherical k-means on keys.
+    """Spherical k-means on keys. The keys that are clustered are kept in memory; 256 a bucket is the default of Faiss."""
 
-    Attributes
-    ----------
-    num_buckets : buckets of each key/value head.
-    iterations : Lloyd iterations.
-    num_prompts : chunks of ``data.seq_len`` tokens whose keys are clustered.
-    points_per_bucket : keys of each head, for each bucket, that are drawn at random from those of all chunks (None: all keys).
-        Only these are kept in memory; 256 is the default of Faiss.
-    normalize_keys : scale keys to unit length before clustering.
-    balance : buckets with more than this multiple of the mean number of keys are split while they form (None: no limit).
-    rope : cluster keys after RoPE (an untrained baseline) instead of before.
-    engine : ``batched`` (all heads of a layer at once, with msattn's kernels), ``faiss`` (one head after another, on the GPU if
-        Faiss supports it; without ``balance``) or ``auto``: ``batched`` on CUDA and with ``balance``, else ``faiss``.
-    """
-
-    num_buckets: int = field(default=1024, metadata=within("[1, 1e6]"))
-    iterations: int = field(default=10, metadata=within("[1, 1e6]"))
-    num_prompts: int = field(default=8, metadata=within("[1, 1e6]"))
-    points_per_bucket: int | None = field(default=None, metadata=within("[1, 1e6]"))
-    normalize_keys: bool = False
-    balance: float | None = field(default=None, metadata=within("(1, 1e6]"))
-    rope: bool = False
-    engine: str = field(default="auto", metadata=choices(("auto", "batched", "faiss")))
+    num_buckets: Count = key("buckets of each key/value head", default=1024)
+    iterations: Count = key("Lloyd iterations", default=10)
+    num_prompts: Count = key("chunks whose keys are clustered", default=8)
+    points_per_bucket: Count | None = key(
+        "keys of each head for each bucket, drawn from all chunks; null: all keys", default=None
+    )
+    normalize_keys: Flag = key("scale keys to unit length first", default=False)
+    balance: Annotated[Number, Interval(gt=1, le=10**6)] | None = key(
+        "split buckets with more than this multiple of the mean number of keys, e.g. 1.5; null: no limit", default=None
+    )
+    rope: Flag = key("true: cluster keys after RoPE, a baseline", default=False)
+    engine: Annotated[Text, OneOf(("auto", "batched", "faiss"))] = key(
+        (
+            "batched (all heads of a layer at once), faiss (one head after another), or auto: faiss on a CPU without balance, "
+            "else batched"
+        ),
+        default="auto",
+    )
 
     def __post_init__(self) -> None:
-        check(self, "kmeans.")
         fits = self.engine != "faiss" or self.balance is None
         require(fits, "kmeans.balance", self.balance, "accepted is null with kmeans.engine=faiss; batched balances buckets")
 
 
-@dataclass(frozen=True)
+@schema("qmodel.")
 class QModelConfig:
-    """SAAP's query classifier.
+    """SAAP's query classifier. The paper draws new queries at every step (``online``), and its targets include later keys."""
 
-    Attributes
-    ----------
-    source : ``cache`` (queries and targets of all chunks are computed once, kept on disk and used many times) or ``online``
-        (the model runs during training, and every batch has new queries of one chunk, as in the paper).
-    hidden : width of the hidden layer.
-    heads : ``kv`` (one classifier for each key/value head) or ``query`` (one for each query head).
-    num_prompts : chunks whose queries train the classifiers.
-    queries_per_prompt : cached queries of each chunk and query head; held-out ones with either source.
-    steps_per_prompt : batches that are drawn each time the model runs over a chunk (``online``).
-    prompts_at_once : chunks whose batches alternate at random (``online``); their batches are kept in memory.
-    long_range : training queries are those whose top key is more than this many tokens away (0: all queries).
-    causal : exclude keys after the query from the targets (the paper includes them).
-    min_distance : targets count only keys farther than this many tokens (None: all keys).
-    batch_queries : queries of an optimizer step, for each head.
-    residual : add the network's logits to the products of query and centroids.
-    layers_at_once : layers that train together on one device (None: as many as fit its free memory); does not change results.
-    """
-
-    source: str = field(default="cache", metadata=choices(SOURCES))
-    hidden: int = field(default=1024, metadata=within("[1, 16384]"))
-    heads: str = field(default="kv", metadata=choices(HEADS))
-    num_prompts: int = field(default=48, metadata=within("[1, 1e6]"))
-    queries_per_prompt: int = field(default=1000, metadata=within("[1, 1e6]"))
-    steps_per_prompt: int = field(default=25, metadata=within("[1, 1e6]"))
-    prompts_at_once: int = field(default=2, metadata=within("[1, 1e6]"))
-    long_range: int = field(default=1024, metadata=within("[0, 1e9]"))
-    causal: bool = False
-    min_distance: int | None = field(default=None, metadata=within("[0, 1e9]"))
-    batch_queries: int = field(default=1000, metadata=within("[1, 1e6]"))
-    residual: bool = False
-    layers_at_once: int | None = field(default=None, metadata=within("[1, 1e6]"))
-
-    def __post_init__(self) -> None:
-        check(self, "qmodel.")
+    source: Annotated[Text, OneOf(("cache", "online"))] = key(
+        "cache: queries and targets are computed once, kept on disk, used many times; online: every step draws new ones",
+        default="cache",
+    )
+    hidden: Width = key("width of the hidden layer", default=1024)
+    heads: HeadsOf = key("one classifier for each key/value head, or query: one for each query head", default="kv")
+    num_prompts: Count = key("chunks whose queries train the classifiers", default=48)
+    queries_per_prompt: Count = key(
+        "cached queries of each chunk and query head; held-out ones with either source", default=1000
+    )
+    steps_per_prompt: Count = key("batches drawn each time the model runs over a chunk; online", default=25)
+    prompts_at_once: Count = key("chunks whose batches alternate at random, all kept in memory; online", default=2)
+    long_range: TokensOrNone = key("keep queries whose top key is more than this many tokens away; 0: keep all", default=1024)
+    causal: Flag = key("true: exclude keys after the query from the targets", default=False)
+    min_distance: TokensOrNone | None = key(
+        "targets count only keys farther than this many tokens; null: all keys", default=None
+    )
+    batch_queries: Count = key("queries per optimizer step, for each head", default=1000)
+    residual: Flag = key("true: the network's output is added to the products of query and centroids", default=False)
+    layers_at_once: Count | None = key(
+        "layers that train together on one device; null: as many as fit its free memory; does not change results", default=None
+    )
 
 
-@dataclass(frozen=True)
+@schema("mta.")
 class MtaConfig:
     """The block-retrieval task of Multi-Token Attention, and the Llama model that learns it from random weights.
 
-    Attributes
-    ----------
-    attention : ``multi_token`` (a convolution of ``asked`` queries and ``2 * letters - 1`` keys in each head) or ``plain``.
-    blocks : blocks of a problem.
-    letters : distinct letters of a block.
-    asked : letters of the question.
-    test_problems : unseen problems that an evaluation solves.
-    num_layers, num_heads : layers, and attention heads of a layer.
-    hidden_size : width of the model; the MLPs are four times as wide.
+    The convolution of ``multi_token`` covers ``asked`` queries and ``2 * letters - 1`` keys in each head.
     """
 
-    attention: str = field(default="multi_token", metadata=choices(ATTENTIONS))
-    blocks: int = field(default=50, metadata=within("[1, 10000]"))
-    letters: int = field(default=5, metadata=within("[1, 25]"))
-    asked: int = field(default=2, metadata=within("[1, 25]"))
-    test_problems: int = field(default=1000, metadata=within("[1, 1e6]"))
-    num_layers: int = field(default=4, metadata=within("[1, 256]"))
-    num_heads: int = field(default=2, metadata=within("[1, 256]"))
-    hidden_size: int = field(default=256, metadata=within("[8, 65536]"))
+    attention: Annotated[Text, OneOf(("plain", "multi_token"))] = key(
+        "multi_token: scores convolved over the question's queries and a block's keys; or plain", default="multi_token"
+    )
+    blocks: Annotated[Int, Interval(ge=1, le=10000)] = key("blocks of a problem", default=50)
+    letters: Letters = key("distinct letters of a block; at most 16 with attention=multi_token", default=5)
+    asked: Letters = key("letters of the question, which occur together in one block only", default=2)
+    test_problems: Count = key("unseen problems that an evaluation solves", default=1000)
+    num_layers: Layers = key("layers of the model", default=4)
+    num_heads: Layers = key("attention heads of a layer", default=2)
+    hidden_size: Annotated[Int, Interval(ge=8, le=65536)] = key(
+        "width of the model; the MLPs are four times as wide", default=256
+    )
 
     def __post_init__(self) -> None:
-        check(self, "mta.")
         require(self.asked <= self.letters, "mta.asked", self.asked, f"at most mta.letters={self.letters}")
         longest = (MAX_KERNEL + 1) // 2
         fits = self.attention == "plain" or self.letters <= longest

@@ -1,29 +1,45 @@
-"""Conversion of a composed Hydra configuration into a dataclass."""
+"""Composed Hydra configurations and their schemas: defaults, keys, and conversion into a dataclass."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, TypeVar
 
-from msattn.trainer.config.select import POLICIES, SelectConfig, check_keys, policy_class
-from msattn.trainer.config.values import CHOICES, alternatives, has_type, nearest, require, shown
+from msattn.trainer.config.schema import one_line
+from msattn.trainer.config.select import POLICIES, SelectConfig, policy_class
 from msattn.trainer.errors import UserError, first_line
 
 Config = TypeVar("Config")
 
 
-def known_keys(schema: type, prefix: str = "") -> list[str]:
+def defaults(schema: Any) -> dict[str, Any]:
+    """Returns the defaults of a dataclass and its sections as plain containers, ``???`` for a value that is needed.
+
+    Without those of ``select``, whose keys depend on the policy.
+    """
+    found = {}
+    for item in fields(schema):
+        if is_dataclass(item.type):
+            found |= {} if item.type is SelectConfig else {item.name: defaults(item.type)}
+        elif item.default_factory is not MISSING:
+            found[item.name] = item.default_factory()
+        else:
+            found[item.name] = "???" if item.default is MISSING else item.default
+    return found
+
+
+def known_keys(schema: Any, prefix: str = "") -> list[str]:
     """Returns every dotted key of a config dataclass, including those of all selection policies, for nearest-key hints."""
     keys: list[str] = []
     for item in fields(schema):
         keys.append(prefix + item.name)
         for group in POLICIES.values() if item.type is SelectConfig else [item.type]:
-            if isinstance(group, type) and is_dataclass(group):
+            if is_dataclass(group):
                 keys += known_keys(group, f"{prefix}{item.name}.")
     return list(dict.fromkeys(keys))  # policies share keys
 
 
-def leaves(schema: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """Yields the keys of ``values`` that are no sections: dotted name, accepted values (empty if not an enumeration), value.
+def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yields dotted name, field and value of the keys of ``values`` that are no sections.
 
     ``values`` are plain containers that fit the dataclass ``schema``.
     """
@@ -32,16 +48,14 @@ def leaves(schema: type, values: Mapping[str, Any], prefix: str = "") -> Iterato
             continue
         name, value = prefix + item.name, values[item.name]
         group = policy_class(value["policy"]) if item.type is SelectConfig else item.type
-        if isinstance(group, type) and is_dataclass(group):
+        if is_dataclass(group):
             yield from leaves(group, value, f"{name}.")
         else:
-            yield name, tuple(item.metadata.get(CHOICES, ())), value
+            yield name, item, value
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
     """Returns the values of a composed OmegaConf ``config`` as an instance of the dataclass ``schema``.
-
-    Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stand for text, and for other numbers.
 
     Raises
     ------
@@ -49,6 +63,7 @@ def typed(config: Any, schema: type[Config]) -> Config:
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+    from pydantic import TypeAdapter, ValidationError
 
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -56,45 +71,7 @@ def typed(config: Any, schema: type[Config]) -> Config:
         raise UserError(f"{error.full_key}=???: a value is needed") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or error.key}: {first_line(error)}") from error
-    return _section(values, schema, known_keys(schema))
-
-
-def _section(values: Any, schema: type[Config], known: list[str], prefix: str = "") -> Config:
-    """Returns the instance of ``schema`` with ``values``; ``known`` are all keys of the command, for hints."""
-    require(isinstance(values, dict), prefix.rstrip("."), values, "a section, whose keys are set as in section.key=value")
-    kind: Any = _policy_of(values) if schema is SelectConfig else schema
-    types: dict[str, Any] = {item.name: item.type for item in fields(kind)}
-    arguments = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if name not in types:
-            raise UserError(f"unknown key {shown(key)}{nearest(key, known)}")
-        section = is_dataclass(types[name])
-        arguments[name] = _section(value, types[name], known, f"{key}.") if section else _convert(value, types[name])
-    for item in fields(kind):
-        needed = item.default is MISSING and item.default_factory is MISSING and item.name not in values
-        require(not needed, f"{prefix}{item.name}", "???", "a value is needed")
-    return kind(**arguments)
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """Returns an integer as text or as another number where the annotation ``kind`` asks for it; other values as they are."""
-    kinds = alternatives(kind)
-    if isinstance(value, list):
-        items = [get_args(each)[0] for each in kinds if get_origin(each) is list]
-        return [_convert(each, items[0]) for each in value] if items else value
-    if not has_type(value, int) or int in kinds:
-        return value
-    if float in kinds:
-        return float(value) if abs(value) < 2**63 else value
-    return str(value) if str in kinds else value
-
-
-def _policy_of(select: Any) -> type[SelectConfig]:
-    """Returns the dataclass of the policy that ``select`` names; raises UserError for keys that this policy does not have."""
-    kind = policy_class(select.get("policy", SelectConfig.policy))
     try:
-        check_keys(kind, select)
-    except UserError as error:
-        raise UserError(f"{error}; select={kind.policy} sets the policy together with its keys") from error
-    return kind
+        return TypeAdapter(schema).validate_python(values)
+    except ValidationError as error:
+        raise UserError(one_line(error, schema, values, known=known_keys(schema))) from error

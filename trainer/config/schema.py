@@ -1,0 +1,176 @@
+"""Schemas of the configuration: frozen pydantic dataclasses, whose fields state type, accepted values, default and help once.
+
+Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stand for text, and for other numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+
+from annotated_types import Interval, MinLen
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from msattn.trainer.config.values import DTYPES, UNPRINTABLE, nearest, power_of_two, shown
+from msattn.trainer.errors import UserError, first_line
+
+Config = TypeVar("Config")
+
+
+def _number(value: Any) -> Any:
+    """Returns numbers of other libraries, such as NumPy's, as Python's; other values as they are."""
+    if isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
+def _text(value: Any) -> Any:
+    """Returns an integer as text; raises ValueError for control characters."""
+    if isinstance(value, str) and UNPRINTABLE.search(value):
+        raise ValueError("control characters")
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _power_of_two(value: int) -> int:
+    if not power_of_two(value):
+        raise ValueError("no power of two")
+    return value
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotates text that is one of ``choices``, which ``--help`` and the shell's completion show."""
+
+    choices: Collection[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: str) -> str:
+        if value not in self.choices:
+            raise ValueError("another choice")
+        return value
+
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict(), BeforeValidator(_text)]
+Int = Annotated[int, Strict(), BeforeValidator(_number)]
+Number = Annotated[float, Strict(), BeforeValidator(_number)]
+Count = Annotated[Int, Interval(ge=1, le=10**6)]
+CountOrNone = Annotated[Int, Interval(ge=0, le=10**6)]  # also none at all
+Samples = Annotated[Int, Interval(ge=1, le=10**4)]
+Steps = Annotated[Int, Interval(ge=1, le=10**7)]
+Tokens = Annotated[Int, Interval(ge=1, le=10**9)]
+TokensOrNone = Annotated[Int, Interval(ge=0, le=10**9)]
+Share = Annotated[Number, Interval(ge=0, le=1)]
+Sparsity = Annotated[Number, Interval(ge=0, lt=1)]
+KeyShare = Annotated[Number, Interval(ge=0.001, le=0.5)]
+Seed = Annotated[Int, Interval(ge=0, le=2**32 - 1)]
+BlockSize = Annotated[Int, Interval(ge=16, le=128), AfterValidator(_power_of_two)]
+DType = Annotated[Text, OneOf(DTYPES)]
+
+
+def key(text: str, *, default: Any = dataclasses.MISSING) -> Any:
+    """Returns a dataclass field with the ``text`` of ``--help`` and its default, of which each instance gets a copy."""
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(key, dataclasses.field))
+def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]], type[Config]]:
+    """Makes a class a frozen dataclass that checks its values; their keys in error messages begin with ``prefix``.
+
+    Raises
+    ------
+    UserError : from the dataclass, for an unknown key, a missing value, or one of another type or out of range.
+    """
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        made: Any = pydantic_dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
+        validated = made.__init__
+
+        def init(self: Any, /, *args: Any, **keys: Any) -> None:
+            try:
+                validated(self, *args, **keys)
+            except ValidationError as error:
+                names = [item.name for item in fields(made)]
+                raise UserError(one_line(error, made, dict(zip(names, args, strict=False)) | keys, prefix)) from error
+
+        made.__init__ = init
+        return made
+
+    return decorate
+
+
+def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
+    """Returns the first error that pydantic found as one line with the key, its value and what is accepted.
+
+    Parameters
+    ----------
+    kind : the dataclass that ``values`` do not fit.
+    prefix : beginning of the key.
+    known : all keys, for the nearest one to an unknown key; by default those of the dataclass that lacks it.
+    """
+    first = error.errors(include_url=False)[0]
+    path, raised = [], first.get("ctx", {}).get("error")
+    if isinstance(raised, UserError):
+        return str(raised)
+    for part in first["loc"]:  # up to the items of a list and the types of a union
+        if not is_dataclass(kind):
+            break
+        path.append(str(part))
+        accepts = {item.name: item.type for item in fields(kind)}
+        kind, values = accepts.get(str(part)), values.get(part) if isinstance(values, Mapping) else first["input"]
+        known = known or [prefix + ".".join([*path[:-1], name]) for name in accepts]
+    name = prefix + ".".join(path)
+    match first["type"]:
+        case "missing":
+            return f"{name}=???: a value is needed"
+        case "unexpected_keyword_argument":
+            return f"unknown key {shown(name)}{nearest(name, known)}"
+        case "dataclass_type":
+            return f"{name}={shown(values)}: a section, whose keys are set as in section.key=value"
+    choices = choices_of(kind)
+    wrong = next((each for each in values if each not in choices), "") if isinstance(values, list) else values
+    return f"{name}={shown(values if choices else repr(values))}: accepted is {accepted(kind)}{nearest(str(wrong), choices)}"
+
+
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """Returns the choices of an annotation, or of the items of an annotated list; none if they are not enumerated."""
+    found = [mark.choices for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, OneOf)]
+    return tuple(found[0]) if found else tuple(each for inner in get_args(kind) for each in choices_of(inner))
+
+
+def accepted(kind: Any) -> str:
+    """Returns the values that an annotation accepts, in words."""
+    if get_origin(kind) in (Union, UnionType):
+        return ", or ".join(map(accepted, get_args(kind)))
+    base, marks = (kind.__origin__, kind.__metadata__) if get_origin(kind) is Annotated else (kind, ())
+    if get_origin(base) is list:
+        several = "one or more, each" if any(isinstance(mark, MinLen) for mark in marks) else "a list, each"
+        return f"{several} {accepted(get_args(base)[0])}"
+    names = {int: "an integer", float: "a number", bool: "true or false", dict: "a mapping", NoneType: "null"}
+    text = names.get(get_origin(base) or base, "text without control characters")
+    for mark in marks:
+        if isinstance(mark, OneOf):
+            text = f"one of {', '.join(mark.choices)}"
+        elif isinstance(mark, Interval):
+            low, high = (
+                ("[", mark.ge) if mark.gt is None else ("(", mark.gt),
+                ("]", mark.le) if mark.lt is None else (")", mark.lt),
+            )
+            text += f" in {low[0]}{_bound(low[1])}, {_bound(high[1])}{high[0]}"
+        elif isinstance(mark, AfterValidator) and mark.func is _power_of_two:
+            text = text.replace("an integer", "a power of two")
+    return text
+
+
+def _bound(number: Any) -> str:
+    short = f"{number:g}".replace("e+0", "e")
+    return short if float(short) == number else str(number)
