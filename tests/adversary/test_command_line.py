@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from msattn.trainer.commands.compose import compose, compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.config import POLICIES, SelectConfig, typed
+from msattn.trainer.config.schema import choices_of
 from msattn.trainer.config.select import own_keys
-from msattn.trainer.config.values import CHOICES
 from msattn.trainer.errors import UserError
 from tests.adversary.damage import drawn
 from tests.adversary.tries import Tries, spread
@@ -63,6 +64,15 @@ VALUES: dict[str, Any] = {  # the text of a value, and its meaning in Hydra's gr
 }
 
 
+def plain(kind: Any) -> Any:
+    """Returns an annotation without ranges and choices."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return plain(kind.__origin__)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(plain, typing.get_args(kind)))
+    return list[plain(typing.get_args(kind)[0])] if typing.get_origin(kind) is list else kind
+
+
 def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yields every key of a schema that is no section: its name, annotation and choices."""
     for item in fields(schema):
@@ -71,7 +81,7 @@ def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, tuple[
             if isinstance(kind, type) and is_dataclass(kind):
                 yield from leaves_of(kind, f"{prefix}{item.name}.")
             else:
-                yield prefix + item.name, kind, tuple(item.metadata.get(CHOICES, ()))
+                yield prefix + item.name, plain(kind), choices_of(kind)
 
 
 KEYS = {  # name: the first command that has the key, its annotation and choices

@@ -1,4 +1,4 @@
-"""--help and msattn help: order, explanations from YAML, choices from the schema, width, topics and their nearest names."""
+"""--help and msattn help: order, explanations and choices from the schema, width, topics and their nearest names."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer.commands.jobs import COMMANDS, imported
-from msattn.trainer.commands.keys import first_sentence, keys_of, yaml_keys
+from msattn.trainer.commands.keys import first_sentence, keys_of
 from tests.running import exit_code
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -62,7 +62,7 @@ def test_help_leaves_out_what_a_command_does_not_use(page) -> None:
         assert not [topic for topic in topics if f"msattn {command} --help" in topic]
 
 
-def test_choices_are_named_where_the_comment_does_not(page) -> None:
+def test_choices_are_named_where_the_text_does_not(page) -> None:
     known = keys_of("train-gate").keys
     assert known["model.init"].explanation.endswith("no download: pretrained, random")
     assert known["gate.loss"].explanation == "mse (the paper), kl or smooth_l1"
@@ -81,8 +81,8 @@ def test_a_group(page) -> None:
     code, out = page("help", "select")
     assert code == 0
     for text in (
-        "nucleus         The fewest blocks",
-        "select.sparsity=0.9",
+        "nucleus         Selects the fewest blocks",
+        "select.sparsity=0.5",
         "select=nucleus: sum of the row-normalised",
         "msattn eval",
     ):
@@ -120,12 +120,6 @@ def test_a_command_is_explained_as_by_its_help(page) -> None:
 @pytest.mark.parametrize(("topic", "near"), [("gte.heads", "gate.heads"), ("trian-gate", "train-gate")])
 def test_unknown_topics_name_the_nearest(page, topic: str, near: str) -> None:
     assert page("help", topic) == (2, f"msattn: help {topic}: no command, group or key has this name (did you mean {near}?)\n")
-
-
-def test_comments_belong_to_their_keys(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("# Head.\na: 1  # one\nb:  # two\n  c: '#3'\n  d: [x]  # four\ne: 5  # five\n")
-    assert yaml_keys(path) == [("a", "one"), ("b", "two"), ("b.c", ""), ("b.d", "four"), ("e", "five")]
 
 
 def test_every_option_has_an_explanation() -> None:

@@ -11,7 +11,7 @@ import pytest
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.commands.launch import launch
-from msattn.trainer.config import POLICIES, SelectConfig, known_keys
+from msattn.trainer.config import POLICIES, SelectConfig
 from msattn.trainer.config.commands import EvalRunConfig
 from msattn.trainer.config.select import keys_of, own_keys
 from msattn.trainer.errors import UserError
@@ -25,7 +25,7 @@ VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that
     "multiscale": ("shares", [0.2, 0.1, 0.2, 0.4]),
 }
 SHARED = {"policy", "scores", "sink_blocks", "local_blocks", "dense_queries", "dense_below", "block_size", "seed"}
-FOREIGN = [(policy, key) for policy in VALUES for other, (key, _) in VALUES.items() if key != VALUES[policy][0]]
+FOREIGN = [("topk", "mass"), ("calibrated", "threshold"), ("nucleus", "sparsity"), ("token_budget", "shares")]
 
 
 def composed(*overrides: str) -> SelectConfig:
@@ -62,11 +62,8 @@ def test_keys_of_other_policies_are_refused_in_python(policy: str, key: str) -> 
         replace(SelectConfig(policy), **{key: 0})
 
 
-ONE_OF_EACH = [(*each, "+") for each in FOREIGN[:: len(VALUES) - 1]]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "key", "added"), [(*FOREIGN[0], ""), *ONE_OF_EACH])
+@pytest.mark.parametrize(("policy", "key", "added"), [(*FOREIGN[0], ""), (*FOREIGN[2], "+")])
 def test_keys_of_other_policies_are_refused_on_the_command_line(policy: str, key: str, added: str) -> None:
     with pytest.raises(UserError) as caught:
         compose("eval", [f"select={policy}", f"{added}select.{key}=0.5"])
@@ -105,11 +102,11 @@ def test_the_policy_changes_with_the_keys_that_both_have() -> None:
 @pytest.mark.parametrize(
     ("policy", "value", "says"),
     [
-        ("topk", 1.0, r"select.sparsity=1.0: in \[0, 1\)"),
-        ("calibrated", -0.1, r"select.sparsity=-0.1: in \[0, 1\)"),
-        ("threshold", 1.0, r"select.threshold=1.0: in \[0, 1\)"),
-        ("nucleus", 0.0, r"select.mass=0.0: in \(0, 1\]"),
-        ("token_budget", 0, r"select.tokens=0: in \[1, 1e9\]"),
+        ("topk", 1.0, r"select.sparsity=1.0: accepted is a number in \[0, 1\)"),
+        ("calibrated", -0.1, r"select.sparsity=-0.1: accepted is a number in \[0, 1\)"),
+        ("threshold", 1.0, r"select.threshold=1.0: accepted is a number in \[0, 1\)"),
+        ("nucleus", 0.0, r"select.mass=0.0: accepted is a number in \(0, 1\]"),
+        ("token_budget", 0, r"select.tokens=0: accepted is an integer in \[1, 1e9\]"),
         ("multiscale", [0.5, 0.5], r"select.shares=\[0.5, 0.5\]: four shares"),
     ],
 )
@@ -142,9 +139,3 @@ def test_policies_can_be_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert both == [SelectConfig("topk", sparsity=0.5), SelectConfig("calibrated", sparsity=0.5)]
     with pytest.raises(UserError, match=r"select.sparsity: policy=threshold accepts"):
         launch("generate", ["select=topk,threshold", "select.sparsity=0.5"], multirun=True)
-
-
-def test_known_keys_are_those_of_all_policies() -> None:
-    keys = known_keys(EvalRunConfig)
-    assert {f"select.{key}" for key, _ in VALUES.values()} < set(keys)
-    assert len(keys) == len(set(keys))

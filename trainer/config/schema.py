@@ -136,9 +136,10 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
             return f"unknown key {shown(name)}{nearest(name, known)}"
         case "dataclass_type":
             return f"{name}={shown(values)}: a section, whose keys are set as in section.key=value"
-    choices = choices_of(kind)
-    wrong = next((each for each in values if each not in choices), "") if isinstance(values, list) else values
-    return f"{name}={shown(values if choices else repr(values))}: accepted is {accepted(kind)}{nearest(str(wrong), choices)}"
+    if choices := choices_of(kind):
+        values = next((each for each in values if each not in choices), values) if isinstance(values, list) else values
+    wrong, verb = (values, "are") if len(choices) > 1 else (repr(values), "is")
+    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{nearest(str(values), choices)}"
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
@@ -153,13 +154,13 @@ def accepted(kind: Any) -> str:
         return ", or ".join(map(accepted, get_args(kind)))
     base, marks = (kind.__origin__, kind.__metadata__) if get_origin(kind) is Annotated else (kind, ())
     if get_origin(base) is list:
-        several = "one or more, each" if any(isinstance(mark, MinLen) for mark in marks) else "a list, each"
-        return f"{several} {accepted(get_args(base)[0])}"
+        some = "one or more" if any(isinstance(mark, MinLen) for mark in marks) else "a list"
+        return f"{some} of {accepted(get_args(base)[0])}" if choices_of(base) else f"{some}, each {accepted(get_args(base)[0])}"
     names = {int: "an integer", float: "a number", bool: "true or false", dict: "a mapping", NoneType: "null"}
     text = names.get(get_origin(base) or base, "text without control characters")
     for mark in marks:
         if isinstance(mark, OneOf):
-            text = f"one of {', '.join(mark.choices)}"
+            text = ", ".join(mark.choices)
         elif isinstance(mark, Interval):
             low, high = (
                 ("[", mark.ge) if mark.gt is None else ("(", mark.gt),

@@ -106,7 +106,7 @@ def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets
 def test_balance_is_refused_where_it_has_no_effect() -> None:
     with pytest.raises(UserError, match=r"kmeans.balance=1.5: accepted is null with kmeans.engine=faiss"):
         KMeansConfig(engine="faiss", balance=1.5)
-    with pytest.raises(UserError, match=r"kmeans.balance=1: null, or in \(1, 1e6\]"):
+    with pytest.raises(UserError, match=r"kmeans.balance=1: accepted is a number in \(1, 1e6\], or null"):
         KMeansConfig(balance=1)
 
 

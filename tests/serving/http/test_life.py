@@ -319,7 +319,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
         ("--port", "70000"): "'--port': Input should be less than or equal to 65535",
         ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
         ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
-        ("server.pages=0",): "server.pages=0: null, or in [1, 1e9]",
+        ("server.pages=0",): "server.pages=0: accepted is an integer in [1, 1e9], or null",
         ("artifacts.gate=nowhere",): "nowhere",
     }
     for arguments, says in cases.items():
