@@ -99,7 +99,6 @@ def with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[
 def initialized_hydra(command: str) -> Iterator[Any]:
     """Yields Hydra, initialized with ``conf/``; raises its errors as a UserError of one line."""
     from hydra import initialize_config_module
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -110,13 +109,7 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
-    store = ConfigStore.instance().store
-    for each in COMMANDS.values():  # conf/ holds only what differs from the defaults of the schemas
-        store(name=f"{each.config}_schema", node=defaults(each.schema), provider="msattn")
-    for policy, kind in POLICIES.items():
-        store(group="select", name=policy, node=defaults(kind), provider="msattn")
-    for scores in BASELINES:
-        store(group="select", name=scores, node=defaults(POLICIES["topk"]) | {"scores": scores}, provider="msattn")
+    _store_schemas(command)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -126,6 +119,19 @@ def initialized_hydra(command: str) -> Iterator[Any]:
             raise UserError("an override nests lists or mappings too deeply") from error
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(_explain(error, functools.partial(_accepted, hydra, command))) from error
+
+
+@functools.cache
+def _store_schemas(command: str) -> None:
+    """Stores the defaults of the schemas in Hydra; ``conf/`` holds what differs from them."""
+    from hydra.core.config_store import ConfigStore
+
+    store = functools.partial(ConfigStore.instance().store, provider="msattn")
+    store(name=f"{COMMANDS[command].config}_schema", node=defaults(COMMANDS[command].schema))
+    for policy, kind in POLICIES.items():
+        store(group="select", name=policy, node=defaults(kind))
+    for scores in BASELINES:
+        store(group="select", name=scores, node=defaults(POLICIES["topk"]) | {"scores": scores})
 
 
 def _accepted(hydra: Any, command: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The groups and keys of a command, with defaults and choices; explanations are those of the schemas and of files in ``conf/``."""
+"""The groups and keys of a command, with defaults and choices; explanations come from the schemas and ``conf/``."""
 
 import ast
 import re

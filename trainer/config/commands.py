@@ -210,10 +210,10 @@ class TrainQModelConfig(RunConfig):
         super().__post_init__()
         length, clipped = self.data.seq_len, self.train.max_grad_norm
         require(length > 1, "data.seq_len", length, "2 tokens or more")
-        for key in ("long_range", "min_distance"):
-            distance = getattr(self.qmodel, key)
+        for name in ("long_range", "min_distance"):
+            distance = getattr(self.qmodel, name)
             ok = distance is None or distance < length
-            require(ok, f"qmodel.{key}", distance, f"accepted is less than data.seq_len={length}")
+            require(ok, f"qmodel.{name}", distance, f"accepted is less than data.seq_len={length}")
         ok = self.qmodel.source == "cache" or not self.train.compile
         require(ok, "train.compile", self.train.compile, "accepted is false with qmodel.source=online, which runs the model")
         why = "accepted is 0: a norm over all layers would make each result depend on the layers that train with it"
@@ -319,7 +319,7 @@ class AnswerConfig(AttachConfig):
     """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens."""
 
     keys: Number | None = key(
-        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates a number, e.g. 2048",
+        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates their number",
         default=None,
     )
     threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(

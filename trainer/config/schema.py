@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, Valida
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from msattn.trainer.config.values import DTYPES, UNPRINTABLE, nearest, power_of_two, shown
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError
 
 Config = TypeVar("Config")
 

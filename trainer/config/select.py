@@ -214,9 +214,9 @@ def policy_class(policy: str) -> type[SelectConfig]:
 
 def check_keys(kind: type[SelectConfig], keys: Iterable[str]) -> None:
     """Raises UserError for keys that the policy of ``kind`` does not have."""
-    for key in keys:
-        if key not in ("policy", *keys_of(kind)):
-            raise UserError(foreign_key(kind, key))
+    for name in keys:
+        if name not in ("policy", *keys_of(kind)):
+            raise UserError(foreign_key(kind, name))
 
 
 def keys_of(kind: type[SelectConfig]) -> list[str]:
