@@ -70,7 +70,7 @@ def plain(kind: Any) -> Any:
         return plain(kind.__origin__)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return functools.reduce(operator.or_, map(plain, typing.get_args(kind)))
-    return list[plain(typing.get_args(kind)[0])] if typing.get_origin(kind) is list else kind
+    return types.GenericAlias(list, plain(typing.get_args(kind)[0])) if typing.get_origin(kind) is list else kind
 
 
 def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:

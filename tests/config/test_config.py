@@ -37,7 +37,7 @@ def test_every_key_has_a_help_text_and_a_frozen_schema() -> None:
         assert len(keys) > 5
         assert all(len(item.metadata["help"]) > 5 for _, item, _ in keys)
         nested = [item.type for item in fields(schema) if is_dataclass(item.type)]
-        assert all(kind.__dataclass_params__.frozen for kind in [schema, *nested])
+        assert all(kind.__dataclass_params__.frozen for kind in [schema, *nested])  # pyrefly: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize("command", WITH_A_MODEL)

@@ -1,8 +1,9 @@
 """The schema of ``conf/``: a frozen dataclass for each Hydra group and each command.
 
-Hydra composes plain YAML. :func:`typed` merges the result into a dataclass and refuses unknown keys and wrong types; each
-``__post_init__`` refuses values out of range. Sizes that differ by model are interpolations, e.g. ``${model.presets.recent}``.
+A field states type, range, default and help of its key. The defaults are Hydra's base, ``conf/`` holds what differs from them,
+e.g. sizes that depend on the model (``${model.presets.recent}``), and :func:`typed` makes the result a dataclass again.
 """
+# ruff: noqa: F401 (names for import from here)
 
 from msattn.trainer.config.bench import PEERS, BenchConfig
 from msattn.trainer.config.commands import (
@@ -67,67 +68,3 @@ from msattn.trainer.config.train import (
 )
 from msattn.trainer.config.typed import defaults, known_keys, leaves, typed
 from msattn.trainer.config.values import DTYPES, nearest
-
-__all__ = [
-    "BASELINES",
-    "DTYPES",
-    "LOSSES",
-    "PEERS",
-    "POLICIES",
-    "POOLINGS",
-    "RULER_TASKS",
-    "SCORES",
-    "TASKS",
-    "AnalysisConfig",
-    "AnswerConfig",
-    "ArtifactsConfig",
-    "AttachConfig",
-    "BenchConfig",
-    "BenchRunConfig",
-    "CalibratedConfig",
-    "DataConfig",
-    "DecodingConfig",
-    "DocumentsConfig",
-    "EvalConfig",
-    "EvalRunConfig",
-    "FinetuneConfig",
-    "FinetuneTrainConfig",
-    "FitKMeansConfig",
-    "GateConfig",
-    "GenerateConfig",
-    "HarnessConfig",
-    "JobConfig",
-    "KMeansConfig",
-    "LatencyConfig",
-    "ModelConfig",
-    "ModelPresets",
-    "MtaConfig",
-    "MultiscaleConfig",
-    "NamedConfig",
-    "NeedleConfig",
-    "NucleusConfig",
-    "PerplexityConfig",
-    "PromptsConfig",
-    "QModelConfig",
-    "RecallConfig",
-    "RulerConfig",
-    "RunConfig",
-    "SelectConfig",
-    "ServeConfig",
-    "ServerLimits",
-    "SparsityConfig",
-    "ThresholdConfig",
-    "ThroughputConfig",
-    "TokenBudgetConfig",
-    "TopKConfig",
-    "TrackerConfig",
-    "TrainConfig",
-    "TrainGateConfig",
-    "TrainMtaConfig",
-    "TrainQModelConfig",
-    "defaults",
-    "known_keys",
-    "leaves",
-    "nearest",
-    "typed",
-]

@@ -4,6 +4,7 @@ Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stan
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
@@ -93,6 +94,8 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
 
     def decorate(cls: type[Config]) -> type[Config]:
         made: Any = pydantic_dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
+        helped = [f"{item.name} : {item.metadata['help']}" for item in fields(made) if "help" in item.metadata]
+        made.__doc__ = "\n".join([f"{inspect.cleandoc(cls.__doc__ or '')}\n", "Attributes", "----------", *helped])
         validated = made.__init__
 
         def init(self: Any, /, *args: Any, **keys: Any) -> None:

@@ -52,19 +52,13 @@ class SelectConfig:
     ``SelectConfig(policy="nucleus", mass=0.9)`` constructs the dataclass of that policy (:data:`POLICIES`), a subclass.
     ``dataclasses.replace`` changes the values of its keys, and :meth:`with_policy` the policy.
 
-    Attributes
-    ----------
-    sink_blocks, local_blocks : they and the query's own block count towards the share of a policy. None stands for the numbers
-        that the artifact of a gate records (0 for imported gates, as in their paper), and for 1 each with other scores.
-    dense_queries : so that a question at the end of a prompt misses no block. Passes of no more tokens are dense, counted in
-        ``stats()["dense_by_choice"]``, as are prompts shorter than ``dense_below``.
-    dense_below : the length of a batch is that of its longest prompt. ``auto`` is the break-even length measured on GPUs for
-        gates at ``sparsity`` (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for other scores and for
-        policies without a sparsity. ``msattn eval`` always measures sparse attention.
-
-    Raises
-    ------
-    UserError : a value out of range, or a key that the policy does not have.
+    Sink blocks, local blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local
+    blocks, as in their paper. ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens, and
+    prompts shorter than ``dense_below`` (of a batch, its longest), are dense and counted in ``stats()["dense_by_choice"]``.
+    ``dense_below="auto"`` is the break-even length measured on GPUs for gates at ``sparsity``
+    (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for other scores and for policies without a sparsity;
+    ``msattn eval`` always measures sparse attention. A value out of range, or a key that the policy does not have, raises
+    UserError.
     """
 
     policy: PolicyName = key(POLICY, default="topk")
@@ -95,7 +89,7 @@ class SelectConfig:
 
         def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="wrap")  # pyrefly: ignore[bad-argument-type]
     @classmethod
     def _of_policy(cls, values: Any, validate: Callable[[Any], "SelectConfig"]) -> "SelectConfig":
         """Returns the selection that a mapping of Hydra describes."""
