@@ -48,9 +48,7 @@ class OneOf:
     choices: Collection[str]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core.core_schema import no_info_after_validator_function
-
-        return no_info_after_validator_function(self._check, handler(source))
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
     def _check(self, value: str) -> str:
         if value not in self.choices:
@@ -121,16 +119,17 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     known : all keys, for the nearest one to an unknown key; by default those of the dataclass that lacks it.
     """
     first = error.errors(include_url=False)[0]
-    path, raised = [], first.get("ctx", {}).get("error")
+    path, value = list(map(str, first["loc"])), first["input"]
+    raised = first.get("ctx", {}).get("error")
     if isinstance(raised, UserError):
         return str(raised)
-    for part in first["loc"]:  # up to the items of a list and the types of a union
-        if not is_dataclass(kind):
+    for depth, part in enumerate(path):
+        if not is_dataclass(kind):  # an item of a list, or a type of a union
+            path, value = path[:depth], values
             break
-        path.append(str(part))
         accepts = {item.name: item.type for item in fields(kind)}
-        kind, values = accepts.get(str(part)), values.get(part) if isinstance(values, Mapping) else first["input"]
-        known = known or [prefix + ".".join([*path[:-1], name]) for name in accepts]
+        known = known or [prefix + ".".join([*path[:depth], name]) for name in accepts]
+        kind, values = accepts.get(part), values.get(part) if isinstance(values, Mapping) else getattr(values, part, None)
     name = prefix + ".".join(path)
     match first["type"]:
         case "missing":
@@ -138,11 +137,11 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
         case "unexpected_keyword_argument":
             return f"unknown key {shown(name)}{nearest(name, known)}"
         case "dataclass_type":
-            return f"{name}={shown(values)}: a section, whose keys are set as in section.key=value"
+            return f"{name}={shown(value)}: a section, whose keys are set as in section.key=value"
     if choices := choices_of(kind):
-        values = next((each for each in values if each not in choices), values) if isinstance(values, list) else values
-    wrong, verb = (values, "are") if len(choices) > 1 else (repr(values), "is")
-    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{nearest(str(values), choices)}"
+        value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
+    wrong, verb = (value, "are") if len(choices) > 1 else (repr(value), "is")
+    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{nearest(str(value), choices)}"
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
