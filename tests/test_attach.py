@@ -211,7 +211,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"
     assert dense_below(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
-    with pytest.raises(UserError, match=r"select\.dense_below=-1: auto, or 0 or more tokens"):
+    with pytest.raises(UserError, match=r"select\.dense_below=-1: accepted is an integer"):
         SelectConfig(dense_below=-1)
     with pytest.raises(UserError, match=r"select\.dense_below=never"):
         SelectConfig(dense_below="never")

@@ -232,7 +232,7 @@ class EvalConfig:
         default=["oracle", "random", "sink_local", "a_shape", "mean_pool", "quest", "vertical_slash"],
     )
     routers: list[Annotated[Text, OneOf(ROUTERS)]] = key(
-        "training-free choices of the keys that a decoded token reads", default=["window", "quest"]
+        "training-free choices of the keys that a decoded token reads", default=[]
     )
     key_shares: list[Annotated[Number, Interval(gt=0, le=1)]] = key(
         "shares of the keys that routings read on training text, e.g. [0.1, 0.2]; []: their numbers of probes below", default=[]
