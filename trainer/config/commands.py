@@ -14,7 +14,7 @@ from msattn.trainer.config.evaluate import EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.schema import (
     Count,
-    CountOrNone,
+    CountOrZero,
     DType,
     Flag,
     Int,
@@ -25,7 +25,7 @@ from msattn.trainer.config.schema import (
     Share,
     Text,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     key,
     schema,
 )
@@ -269,18 +269,18 @@ class AttachConfig(RunConfig):
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
     chat: Flag | None = key("make prompts messages of a user in the model's chat template; null: if it has one", default=None)
-    probes: CountOrNone | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
+    probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
     keys: KeyShare | None = key(
         "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
     )
     recent: Tokens | None = key("last keys that are always read, in tokens; null: as recorded with the artifact", default=None)
-    sink: TokensOrNone | None = key(
+    sink: TokensOrZero | None = key(
         "first keys that are always read, in tokens; null: as recorded with the artifact", default=None
     )
-    dense_layers: list[CountOrNone] | None = key(
+    dense_layers: list[CountOrZero] | None = key(
         "layers in which decoding reads every key; null: as recorded with the artifact", default=None
     )
-    dense_below: TokensOrNone | None = key(
+    dense_below: TokensOrZero | None = key(
         "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
         default=None,
     )

@@ -8,7 +8,7 @@ from annotated_types import Interval, MinLen
 
 from msattn.trainer.config.schema import (
     Count,
-    CountOrNone,
+    CountOrZero,
     Flag,
     Int,
     KeyShare,
@@ -19,7 +19,7 @@ from msattn.trainer.config.schema import (
     Sparsity,
     Text,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     key,
     schema,
 )
@@ -73,7 +73,7 @@ class RecallConfig:
     num_chunks: Count = key("held-out chunks", default=2)
     num_queries: Count = key("decoding queries of a chunk", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
-    probes: list[CountOrNone] = key(PROBES, default=[0, 1, 2, 4])
+    probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
     keys: list[KeyShare] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
@@ -93,7 +93,7 @@ class NeedleConfig:
         "sparse or dense: attention of the question's tokens when the answer is decoded with bucket routing", default="sparse"
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
-    probes: list[CountOrNone] = key(PROBES, default=[0, 1, 2, 4])
+    probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
     keys: list[KeyShare] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
@@ -115,11 +115,11 @@ class RulerConfig:
     tasks: Annotated[list[Annotated[Text, OneOf(RULER_TASKS)]], MinLen(1)] = key("tasks of RULER", default=[*RULER_TASKS])
     samples: Samples = key("prompts of each length and task", default=20)
     haystack: Text | None = key(HAYSTACK, default=None)
-    batch_tokens: TokensOrNone = key(
+    batch_tokens: TokensOrZero = key(
         "tokens of the prompts that are answered together; one prompt may have more", default=32768
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
-    probes: list[CountOrNone] = key(PROBES, default=[1, 2, 4])
+    probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
     keys: list[KeyShare] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
@@ -199,7 +199,7 @@ class DecodingConfig:
         "leaves out batches and lengths with more cached keys in all, for lack of memory; null: no limit", default=None
     )
     tokens: NewTokens = key("number of measured tokens of each sequence", default=64)
-    transformers_batch: CountOrNone = key(
+    transformers_batch: CountOrZero = key(
         "largest batch that is also measured with transformers alone, which copies the cache for each token", default=1
     )
 

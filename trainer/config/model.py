@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msattn.trainer.config.schema import (
     Count,
-    CountOrNone,
+    CountOrZero,
     Flag,
     KeyShare,
     OneOf,
@@ -15,7 +15,7 @@ from msattn.trainer.config.schema import (
     Steps,
     Text,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     key,
     schema,
 )
@@ -32,7 +32,7 @@ class ModelPresets:
 
     seq_len: Tokens = key("length of a chunk, in tokens", default=65536)
     num_buckets: Count = key("k-means buckets of each key/value head", default=1024)
-    long_range: TokensOrNone = key("a training query's top key is more than this many tokens away", default=1024)
+    long_range: TokensOrZero = key("a training query's top key is more than this many tokens away", default=1024)
     qmodel_hidden: Width = key("width of the query classifier", default=1024)
     qmodel_steps: Steps = key("optimizer steps of the query classifier", default=40000)
     qmodel_lr: Rate = key("learning rate of the query classifier", default=1e-5)
@@ -49,7 +49,7 @@ class ModelPresets:
     )
     qmodel_steps_per_prompt: Count = key("batches of each run of the model over a chunk, with qmodel_source=online", default=25)
     qmodel_schedule: Text = key("learning rate schedule of the query classifier", default="cosine")
-    probes: CountOrNone = key("buckets that each decoded query reads", default=32)
+    probes: CountOrZero = key("buckets that each decoded query reads", default=32)
     recent: Tokens = key("last keys that are always read, in tokens", default=2047)
     data: Annotated[Text, OneOf(("stdlib",))] | None = key(
         "text of a run that chooses none: stdlib, or null: training asks for one", default=None
@@ -57,7 +57,7 @@ class ModelPresets:
     needles: Flag = key("insert repeated sentences into training text", default=False)
     eval_chunks: Count = key("held-out chunks for perplexity", default=16)
     needle_samples: Samples = key("needle prompts of each length and depth", default=8)
-    eval_probes: list[CountOrNone] = key(
+    eval_probes: list[CountOrZero] = key(
         "numbers of probes that recall and needle compare; 0: only sink and recent keys", default=[0, 4, 16, 32]
     )
     eval_keys: list[KeyShare] = key("shares of the keys that query classifiers are compared at", default=[0.03])

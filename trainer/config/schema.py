@@ -61,11 +61,11 @@ Text = Annotated[str, Strict(), BeforeValidator(_text)]
 Int = Annotated[int, Strict(), BeforeValidator(_number)]
 Number = Annotated[float, Strict(), BeforeValidator(_number)]
 Count = Annotated[Int, Interval(ge=1, le=10**6)]
-CountOrNone = Annotated[Int, Interval(ge=0, le=10**6)]  # also none at all
+CountOrZero = Annotated[Int, Interval(ge=0, le=10**6)]
 Samples = Annotated[Int, Interval(ge=1, le=10**4)]
 Steps = Annotated[Int, Interval(ge=1, le=10**7)]
 Tokens = Annotated[Int, Interval(ge=1, le=10**9)]
-TokensOrNone = Annotated[Int, Interval(ge=0, le=10**9)]
+TokensOrZero = Annotated[Int, Interval(ge=0, le=10**9)]
 Share = Annotated[Number, Interval(ge=0, le=1)]
 Sparsity = Annotated[Number, Interval(ge=0, lt=1)]
 KeyShare = Annotated[Number, Interval(ge=0.001, le=0.5)]
@@ -94,6 +94,9 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
         made: Any = pydantic_dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
         helped = [f"{item.name} : {item.metadata['help']}" for item in fields(made) if "help" in item.metadata]
         made.__doc__ = "\n".join([f"{inspect.cleandoc(cls.__doc__ or '')}\n", "Attributes", "----------", *helped])
+        signature = inspect.signature(made)  # without annotations, whose validators fill a screen
+        plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        made.__signature__ = signature.replace(parameters=plain)
         validated = made.__init__
 
         def init(self: Any, /, *args: Any, **keys: Any) -> None:

@@ -17,7 +17,7 @@ from msattn.trainer.config.schema import (
     Sparsity,
     Text,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     key,
     schema,
 )
@@ -66,14 +66,14 @@ class SelectConfig:
     scores: Scores = key(
         "gate, or a method without training (msattn help select); a_shape in eval.baselines alone", default="gate"
     )
-    sink_blocks: TokensOrNone | None = key(
+    sink_blocks: TokensOrZero | None = key(
         "number of leading blocks that every row reads; null: as the gate's artifact records, else 1", default=None
     )
-    local_blocks: TokensOrNone | None = key(
+    local_blocks: TokensOrZero | None = key(
         "number of blocks before a row's own that it reads; null: as the gate's artifact records, else 1", default=None
     )
-    dense_queries: TokensOrNone = key("number of last tokens of a prompt that read every block", default=0)
-    dense_below: TokensOrNone | Annotated[Text, OneOf(("auto",))] = key(
+    dense_queries: TokensOrZero = key("number of last tokens of a prompt that read every block", default=0)
+    dense_below: TokensOrZero | Annotated[Text, OneOf(("auto",))] = key(
         "prompts with fewer tokens use dense attention; auto: the measured break-even length", default="auto"
     )
     block_size: BlockSize = key("tokens in a block, for scores other than the gate's own", default=64)

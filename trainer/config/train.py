@@ -14,7 +14,7 @@ from msattn.trainer.config.schema import (
     Steps,
     Text,
     Tokens,
-    TokensOrNone,
+    TokensOrZero,
     key,
     schema,
 )
@@ -26,7 +26,7 @@ MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
 MAX_HEAD_SIZE = 256
 AUTO = "auto"
 
-StepsOrNone = Annotated[Int, Interval(ge=0, le=10**7)]
+StepsOrZero = Annotated[Int, Interval(ge=0, le=10**7)]
 Batch = Annotated[Int, Interval(ge=1, le=65536)]
 Rate = Annotated[Number, Interval(gt=0, le=1000)]
 Width = Annotated[Int, Interval(ge=1, le=16384)]
@@ -54,14 +54,14 @@ class TrainConfig:
     schedule: Text = key(
         "learning rate schedule: a transformers.SchedulerType, e.g. cosine, linear, constant", default="cosine"
     )
-    warmup_steps: StepsOrNone = key("optimizer steps of linear warm-up", default=0)
+    warmup_steps: StepsOrZero = key("optimizer steps of linear warm-up", default=0)
     weight_decay: Annotated[Number, Interval(ge=0, le=1000)] = key("weight decay of AdamW", default=0.0)
     max_grad_norm: Annotated[Number, Interval(ge=0, le=10**9)] = key(
         "gradients are clipped to this norm; 0: no clipping", default=1.0
     )
     beta2: Annotated[Number, Interval(ge=0, lt=1)] = key("decay of AdamW's second moment", default=0.999)
     log_every: Steps = key("optimizer steps between log lines", default=10)
-    eval_every: StepsOrNone = key("optimizer steps between evaluations on held-out text; 0: only at the end", default=0)
+    eval_every: StepsOrZero = key("optimizer steps between evaluations on held-out text; 0: only at the end", default=0)
     save_every: Steps = key("optimizer steps between checkpoints", default=100)
     num_workers: Annotated[Int, Interval(ge=0, le=64)] = key(
         "processes that prepare batches; 0: the training process", default=0
@@ -122,10 +122,10 @@ class GateConfig:
     )
     qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
-    skip_rows: TokensOrNone = key("first row blocks that the loss leaves out", default=0)
+    skip_rows: TokensOrZero = key("first row blocks that the loss leaves out", default=0)
     queries: Tokens = key("decode: random query positions of each chunk that train the gates", default=1024)
-    sink: TokensOrNone = key("decode: first keys that the targets leave out, because decoding always reads them", default=1)
-    recent: TokensOrNone = key(
+    sink: TokensOrZero = key("decode: first keys that the targets leave out, because decoding always reads them", default=1)
+    recent: TokensOrZero = key(
         "decode: last keys of a query that the targets leave out, as decoding always reads them; 0: none, as in the paper",
         default=0,
     )
@@ -187,9 +187,9 @@ class QModelConfig:
     )
     steps_per_prompt: Count = key("batches drawn each time the model runs over a chunk; online", default=25)
     prompts_at_once: Count = key("chunks whose batches alternate at random, all kept in memory; online", default=2)
-    long_range: TokensOrNone = key("keep queries whose top key is more than this many tokens away; 0: keep all", default=1024)
+    long_range: TokensOrZero = key("keep queries whose top key is more than this many tokens away; 0: keep all", default=1024)
     causal: Flag = key("true: exclude keys after the query from the targets", default=False)
-    min_distance: TokensOrNone | None = key(
+    min_distance: TokensOrZero | None = key(
         "targets count only keys farther than this many tokens; null: all keys", default=None
     )
     batch_queries: Count = key("queries per optimizer step, for each head", default=1000)
