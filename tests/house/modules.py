@@ -20,7 +20,7 @@ MODULES = dict(sources())
 
 
 def imports(path: Path, *, at_import_only: bool = False, types: bool = False) -> set[str]:
-    """Dotted names that a file imports; ``at_import_only``: those that run when it is imported; ``types``: those of hints, too."""
+    """Dotted names that a file imports; ``at_import_only``: those that run when it is imported; ``types``: also of hints."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
