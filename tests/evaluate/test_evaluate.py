@@ -11,10 +11,11 @@ import torch
 from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig, DataConfig, PerplexityConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import methods, perplexity
-from msattn.trainer.evaluate.perplexity import PerplexityRun
+from msattn.trainer.evaluate import methods
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks import perplexity
+from msattn.trainer.evaluate.tasks.perplexity import PerplexityRun
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
 

@@ -13,9 +13,10 @@ from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig, TopKConfig
-from msattn.trainer.evaluate import calibration, methods, perplexity
+from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.methods.untrained.quest import Quest

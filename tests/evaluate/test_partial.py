@@ -12,12 +12,12 @@ from msattn.trainer import models
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import needle, perplexity, ruler
 from msattn.trainer.evaluate.haystack import texts_hash
 from msattn.trainer.evaluate.partial import PartialRows
-from msattn.trainer.evaluate.perplexity import PerplexityRun
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks import needle, perplexity, ruler
+from msattn.trainer.evaluate.tasks.perplexity import PerplexityRun
 from tests.evaluate.named import named
 from tests.evaluate.runs import config
 from tests.running import SHAPE, WORDS, exit_code, succeed

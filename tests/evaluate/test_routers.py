@@ -13,9 +13,10 @@ from torch import Tensor
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
-from msattn.trainer.evaluate import decoding, key_shares, methods, needle, perplexity, recall
+from msattn.trainer.evaluate import key_shares, methods
 from msattn.trainer.evaluate.key_shares import match_key_shares
 from msattn.trainer.evaluate.methods import add_routers
+from msattn.trainer.evaluate.tasks import decoding, needle, perplexity, recall
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap

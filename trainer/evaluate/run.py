@@ -19,10 +19,10 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from msattn.trainer.evaluate.harness_tasks import TaskSamples
     from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.evaluate.partial import PartialRows
     from msattn.trainer.evaluate.report.compare import Comparison
+    from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
     from msattn.trainer.models.loading import Loaded
 
 
@@ -54,10 +54,11 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, harness_tasks, haystack, key_shares, methods
+    from msattn.trainer.evaluate import calibration, haystack, key_shares, methods
     from msattn.trainer.evaluate.partial import PartialRows, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
+    from msattn.trainer.evaluate.tasks import harness_tasks
     from msattn.trainer.training.tracker import Tracker
 
     if cfg.data.source is None and haystack.reads_data(cfg):
@@ -109,7 +110,9 @@ def _run_tasks(
 
     Rows of the longer tasks are ``kept`` as they are measured. Times of one evaluation are measured in one run.
     """
-    from msattn.trainer.evaluate import (
+    from msattn.trainer.evaluate.methods import without_routers
+    from msattn.trainer.evaluate.report.context import CPU_NOTE
+    from msattn.trainer.evaluate.tasks import (
         decoding,
         documents,
         harness,
@@ -121,9 +124,7 @@ def _run_tasks(
         ruler,
         throughput,
     )
-    from msattn.trainer.evaluate.analysis import task as analysis
-    from msattn.trainer.evaluate.methods import without_routers
-    from msattn.trainer.evaluate.report.context import CPU_NOTE
+    from msattn.trainer.evaluate.tasks.analysis import task as analysis
     from msattn.trainer.progress import Progress
 
     device = loaded.model.device.type
@@ -178,10 +179,10 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.evaluate import documents, ruler
-    from msattn.trainer.evaluate.analysis import task as analysis
     from msattn.trainer.evaluate.methods import without_routers
-    from msattn.trainer.evaluate.prompts import encoded_prompts
+    from msattn.trainer.evaluate.tasks import documents, ruler
+    from msattn.trainer.evaluate.tasks.analysis import task as analysis
+    from msattn.trainer.evaluate.tasks.prompts import encoded_prompts
     from msattn.trainer.methods.pages import PageRouter
     from msattn.trainer.models.families import check_length
 

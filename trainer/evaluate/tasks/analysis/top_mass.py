@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.evaluate.analysis.queries import BATCH_SCORES, SHARES, Queries, counts_of
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.analysis.queries import BATCH_SCORES, SHARES, Queries, counts_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
 

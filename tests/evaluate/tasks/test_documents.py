@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from msattn.trainer import models
 from msattn.trainer.config import DataConfig, DocumentsConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.documents import beginnings
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks.documents import beginnings
 from tests.evaluate.runs import config
 
 SENTENCES = "The mill stood by the river. Nobody had worked there for years, and the wheel was still. "

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.trainer.evaluate.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.methods import BucketRoutingMethod
-from msattn.trainer.evaluate.recall import LayerRecall, MethodRecall
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Queries, counts_of
+from msattn.trainer.evaluate.tasks.recall import LayerRecall, MethodRecall
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs

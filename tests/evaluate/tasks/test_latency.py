@@ -25,10 +25,10 @@ from msattn.trainer.config import (
     TrackerConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import decoding, latency
 from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
-from msattn.trainer.evaluate.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks import decoding, latency
+from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache_layers import BucketLayer

@@ -16,11 +16,11 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
-from msattn.trainer.evaluate.analysis.queries import SHARES, Window, query_batches, query_positions
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.reads import keys_read
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.tasks.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
+from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Window, query_batches, query_positions
+from msattn.trainer.evaluate.tasks.reads import keys_read
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import top_buckets
 from msattn.trainer.methods.classifier.kmeans import KMeans

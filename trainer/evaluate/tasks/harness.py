@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.answers import MethodSetting, cases
 from msattn.trainer.evaluate.cost import Cost, cost
-from msattn.trainer.evaluate.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
+from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
 

@@ -8,7 +8,8 @@ import torch
 
 from msattn import attach
 from msattn.trainer import models
-from msattn.trainer.evaluate import methods, needle
+from msattn.trainer.evaluate import methods
+from msattn.trainer.evaluate.tasks import needle
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
 

@@ -11,8 +11,8 @@ from msattn.trainer import models
 from msattn.trainer.config import PromptsConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.prompts import share_of_equal_tokens
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks.prompts import share_of_equal_tokens
 from msattn.trainer.models.chat import encode_prompt
 from tests.evaluate.runs import config
 

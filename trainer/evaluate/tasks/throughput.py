@@ -19,10 +19,10 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.decoding import ALWAYS_DENSE, TRANSFORMERS, untrained_router
-from msattn.trainer.evaluate.latency import untrained_gate
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.decoding import ALWAYS_DENSE, TRANSFORMERS, untrained_router
+from msattn.trainer.evaluate.tasks.latency import untrained_gate
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config

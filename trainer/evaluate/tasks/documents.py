@@ -13,8 +13,8 @@ from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.partial import PartialRows
-from msattn.trainer.evaluate.perplexity import compare
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.perplexity import compare
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run(
     loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
 ) -> list[EvalRow]:
-    """Returns the rows of :func:`msattn.trainer.evaluate.perplexity.compare` at each length."""
+    """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length."""
     settings = cfg.eval.documents
     rows: list[EvalRow] = []
     for length in settings.lengths:

@@ -11,9 +11,9 @@ from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig, KMeansConfig
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.analysis.queries import Window
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.perplexity import prefill
+from msattn.trainer.evaluate.tasks.analysis.queries import Window
+from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import serving

@@ -16,10 +16,11 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import calibration, decoding, methods, needle, recall
+from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
 from msattn.trainer.evaluate.methods import add_routers, without_routers
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.loading import Loaded

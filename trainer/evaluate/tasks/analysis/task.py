@@ -1,9 +1,9 @@
 """The task ``analysis``: four measurements on held-out text, layer by layer.
 
-- :mod:`~msattn.trainer.evaluate.analysis.planes`: queries and keys in a plane (SAAP, arXiv 2502.08246, figure 1);
-- :mod:`~msattn.trainer.evaluate.analysis.bucket_sizes`: bucket sizes over prompts and positions (figure 2);
-- :mod:`~msattn.trainer.evaluate.analysis.top_mass`: attention mass in the top keys, by head (figure 3);
-- :mod:`~msattn.trainer.evaluate.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.planes`: queries and keys in a plane (SAAP, arXiv 2502.08246, figure 1);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.bucket_sizes`: bucket sizes over prompts and positions (figure 2);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.top_mass`: attention mass in the top keys, by head (figure 3);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
 """
 
 from functools import partial
@@ -14,14 +14,14 @@ import torch
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.analysis import partitions
-from msattn.trainer.evaluate.analysis.bucket_sizes import BucketSizes
-from msattn.trainer.evaluate.analysis.planes import Planes
-from msattn.trainer.evaluate.analysis.queries import query_batches, query_positions
-from msattn.trainer.evaluate.analysis.selectivity import LayerReads, Selectivity
-from msattn.trainer.evaluate.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.analysis import partitions
+from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import BucketSizes
+from msattn.trainer.evaluate.tasks.analysis.planes import Planes
+from msattn.trainer.evaluate.tasks.analysis.queries import query_batches, query_positions
+from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selectivity
+from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.probing import buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
 

@@ -20,11 +20,11 @@ from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
-from msattn.trainer.evaluate.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import around_prompt
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import yaml
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, HarnessConfig, ModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.harness import main_metric
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks.harness import main_metric
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import config
 from tests.running import exit_code

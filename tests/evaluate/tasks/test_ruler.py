@@ -13,11 +13,11 @@ from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Sample
-from msattn.trainer.evaluate import answers, ruler
-from msattn.trainer.evaluate.answers import Question
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.tasks import answers, ruler
+from msattn.trainer.evaluate.tasks.answers import Question
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.chat import encode_prompt
 from tests.data.test_ruler import WORDS

@@ -25,13 +25,13 @@ from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
-from msattn.trainer.evaluate.answers import cases
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
 from msattn.trainer.evaluate.partial import PartialRows
-from msattn.trainer.evaluate.perplexity import logits
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.answers import cases
+from msattn.trainer.evaluate.tasks.perplexity import logits
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone

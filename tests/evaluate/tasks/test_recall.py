@@ -11,8 +11,9 @@ from torch.nn import functional as F
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import ArtifactsConfig
-from msattn.trainer.evaluate import calibration, methods, needle, perplexity, recall
+from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.tasks import needle, perplexity, recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.loading import Loaded

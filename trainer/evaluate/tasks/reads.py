@@ -10,8 +10,8 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.perplexity import prefill
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps

@@ -10,10 +10,10 @@ import pytest
 from msattn.trainer import models
 from msattn.trainer.config import EvalConfig, EvalRunConfig, SelectConfig, ThroughputConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import throughput
 from msattn.trainer.evaluate.run import evaluate
-from msattn.trainer.evaluate.throughput import ThroughputRun, measure
-from tests.evaluate.test_latency import config
+from msattn.trainer.evaluate.tasks import throughput
+from msattn.trainer.evaluate.tasks.throughput import ThroughputRun, measure
+from tests.evaluate.tasks.test_latency import config
 
 SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=32, batch_tokens=64)
 

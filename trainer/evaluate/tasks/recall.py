@@ -19,9 +19,9 @@ from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
-from msattn.trainer.evaluate.perplexity import prefill
-from msattn.trainer.evaluate.reads import collect, keys_read
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.tasks.perplexity import prefill
+from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.pages import PageRouter, only_far
