@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from msattn.trainer.config import (
     DataConfig,
@@ -14,7 +16,11 @@ from msattn.trainer.config import (
     SelectConfig,
     TrackerConfig,
 )
-from msattn.trainer.evaluate.partial import PartialRows
+from msattn.trainer.evaluate.job import Job, PartialRows
+from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.progress import Progress
 from tests.factory import tiny_architecture
 
 BUCKETS = 4
@@ -40,6 +46,8 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
     )
 
 
-def kept_rows(folder: Path) -> PartialRows:
-    """A file for the rows of tasks that a test runs by themselves."""
-    return PartialRows(folder / "rows.jsonl", {}, resume=False)
+def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: ComparedMethods) -> list[EvalRow]:
+    """The rows of a task that a test runs by itself."""
+    with TemporaryDirectory() as folder:
+        kept = PartialRows(Path(folder) / "rows.jsonl", {}, resume=False)
+        return task.run(Job(loaded, cfg, methods, Progress(), kept))

@@ -1,26 +1,24 @@
 """``eval.routers`` and ``eval.key_shares``: training-free routers beside the k-means, at equal shares of the keys."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
-from msattn.trainer.evaluate import key_shares, methods
-from msattn.trainer.evaluate.key_shares import match_key_shares
+from msattn.trainer.evaluate import calibration, methods
+from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.methods import add_routers
 from msattn.trainer.evaluate.tasks import decoding, needle, perplexity, recall
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from tests.evaluate.runs import config, kept_rows
+from tests.evaluate.runs import config, rows_of
 from tests.test_bad_input import text as words
 
 PRESET_BUCKETS = 8
@@ -69,10 +67,9 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
         needle=replace(sizes.needle, probes=[1], depths=[0.5], samples=1, question="dense"),
         decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
     )
-    loaded, progress = models.load(cfg.model, device="cpu"), Progress(disable=True)
+    loaded = models.load(cfg.model, device="cpu")
     found = routings_of(cfg, loaded)
-    tasks = (recall.run, partial(needle.run, kept=kept_rows(tmp_path)), decoding.run)
-    measured = [row for task in tasks for row in task(loaded, cfg, found, progress)]
+    measured = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
     rows = {(row.task, str(row.method), row.setting): row for row in measured}
     assert len(rows) == len(measured)
     for name in NAMES.values():
@@ -98,7 +95,7 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
     cfg = replace(cfg, eval=replace(cfg.eval, recall=sizes))
     loaded = models.load(cfg.model, device="cpu")
     found = routings_of(cfg, loaded)
-    rows = {str(row.method): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    rows = {str(row.method): row for row in rows_of(recall, loaded, cfg, found)}
     recent, sink = found.bucket_routings[0].recent, found.bucket_routings[0].sink
     expected: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
     shares: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
@@ -147,11 +144,11 @@ def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
     cfg = routed_config(tmp_path, text, routers=["lsh"], key_shares=[0.02, 0.05, 0.1])
     loaded = models.load(cfg.model, device="cpu")
     curve = torch.tensor([0.01, 0.014, 0.062, 0.09, 0.5])
-    monkeypatch.setattr(key_shares, "measure_curves", lambda *_: [curve])
+    monkeypatch.setattr(calibration, "measure_curves", lambda *_: [curve])
     found = match_key_shares(routings_of(cfg, loaded), cfg, loaded)
     assert found.bucket_routings[0].by_share == {0.05: 2, 0.1: 3}
     assert found.notes == [
         "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 (reads 0.062), "
         "3 for 0.1 (reads 0.09); not measured: 0.02"
     ]
-    assert (1 + key_shares.FARTHEST) / (1 - key_shares.FARTHEST) < 2, "no number stands for a share and for its double"
+    assert (1 + calibration.FARTHEST) / (1 - calibration.FARTHEST) < 2, "no number stands for a share and for its double"

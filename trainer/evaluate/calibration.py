@@ -1,4 +1,4 @@
-"""Thresholds and spans that compared methods need from training text, measured in one dense pass and kept on disk."""
+"""What compared methods need from training text: thresholds, spans, and numbers of probes that read a share of the keys."""
 
 import hashlib
 import json
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from msattn.trainer import artifacts, data
 from msattn.trainer import methods as methods_package
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, ComparedMethods
+from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
+from msattn.trainer.methods.pages import PageRouter, num_far
+from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
@@ -32,12 +35,17 @@ from msattn.trainer.methods.thresholds import (
 )
 from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
+from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.storage.hashes import file_hash
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
 LIMITED_TASKS = ("perplexity", "recall", "needle", "documents", "ruler")  # with lengths and sparsities
+SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
+# Relative difference from a share up to which a number of probes stands for it. At a quarter, "about 5 %" is 3.75 to 6.25 %.
+# Shares that are a factor of 2 apart have ranges that do not meet: no number of probes stands for both, rows keep their order.
+FARTHEST = 0.25
 
 
 def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
@@ -204,3 +212,75 @@ def _table(fits: np.ndarray) -> dict[str, Any]:
     """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.methods.thresholds.calibrate_blocks` does."""
     layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in fits.tolist()]
     return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}
+
+
+def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
+    """Returns ``methods`` whose routings are measured at ``cfg.eval.key_shares``, if there are any.
+
+    For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
+    over queries, heads and layers of training chunks. The notes say how many, and which shares a routing cannot read, as its
+    buckets or the dense window are larger.
+
+    Raises
+    ------
+    UserError : as :func:`calibration_chunks`.
+    """
+    shares, routings = cfg.eval.key_shares, methods.bucket_routings
+    if not shares or not routings:
+        return methods
+    curves = [curve.tolist() for curve in measure_curves(loaded, routings, calibration_chunks(cfg, loaded, SHARE_CHUNKS))]
+    matched, notes = [], list(methods.notes)
+    for routing, curve in zip(routings, curves, strict=True):
+        counts = range(min(1, len(curve) - 1), len(curve))  # without a probe no routing is measured
+        nearest = {share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares}
+        probes = {share: count for share, count in nearest.items() if abs(curve[count] - share) <= FARTHEST * share}
+        matched.append(replace(routing, by_share=probes))
+        found = [f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in nearest.items()]
+        left_out = ", ".join(f"{share:.3g}" for share in shares if share not in probes)
+        notes.append(
+            f"{routing.method}: probes by share of the keys, on training text: {', '.join(found)}"
+            + (f"; not measured: {left_out}" if left_out else "")
+        )
+    return replace(methods, bucket_routings=matched, notes=notes)
+
+
+@torch.inference_mode()
+def measure_curves(loaded: "Loaded", routings: list[BucketRoutingMethod], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read: fp64 ``[C + 1]``.
+
+    Layers that are dense or not routed do not count, as in the reported shares.
+    """
+    found: list[list[Tensor]] = [[] for _ in routings]
+
+    def measured_dense_attention(x: LayerInputs) -> Tensor:
+        for routing, curves in zip(routings, found, strict=True):
+            if x.layer in routing.router.layers and x.layer not in routing.dense_layers:
+                curves.append(share_curve(x, routing))
+        return dense_attention(x)
+
+    with tap(loaded.model, measured_dense_attention):
+        for chunk in chunks:
+            run_backbone(loaded.model, chunk["input_ids"][None].to(loaded.model.device))
+    every_layer_dense = torch.ones(1, dtype=torch.float64)
+    return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
+
+
+def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
+    """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
+    positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, SHARE_QUERIES, device=x.q.device).round().long()
+    router = routing.router
+    buckets, num_buckets = buckets_of_keys(x, router)
+    scores = bucket_scores(x, router, positions, routing.recent)  # [n, Hkv, C]
+    keys, newest = torch.arange(x.num_keys, device=x.q.device), positions[:, None]
+    far = (keys >= routing.sink) & (keys <= newest - routing.recent)  # [n, M]
+    sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
+    members = buckets.long().expand(len(positions), -1, -1)
+    sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
+    best = router.choose(scores, router.num_buckets) if isinstance(router, PageRouter) else scores.argsort(-1, descending=True)
+    read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
+    read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
+    probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
+    if isinstance(router, PageRouter):
+        probes = router.visited(num_far(scores), probes)
+    window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]
+    return ((read.gather(2, probes) + window) / (newest + 1)[:, None]).mean((0, 1))

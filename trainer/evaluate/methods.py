@@ -179,9 +179,10 @@ class BucketRoutingMethod:
         return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
 
 
-def with_independent(routings: Sequence[BucketRoutingMethod]) -> list[BucketRoutingMethod]:
-    """Returns ``routings``, and after each the same with separate buckets for each query head."""
-    return [replace(each, independent=independent) for each in routings for independent in (False, True)]
+def with_independent(routings: Sequence[BucketRoutingMethod], wanted: bool) -> list[BucketRoutingMethod]:
+    """Returns ``routings`` and, if ``wanted``, after each the same with separate buckets for each query head."""
+    kinds = (False, True) if wanted else (False,)
+    return [replace(each, independent=independent) for each in routings for independent in kinds]
 
 
 @dataclass(frozen=True)

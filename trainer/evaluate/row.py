@@ -1,5 +1,6 @@
 """A row of the results: score, share of blocks or keys that was read, and cost."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -56,6 +57,28 @@ class EvalRow:
     samples: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def is_of_one_prompt(self) -> bool:
+        """Returns False for rows of several sequences, of chunked prefill and of tokens after cached ones."""
+        return self.extra.get("batch", 1) == 1 and not self.extra.get("situation")
+
     def plain(self) -> dict[str, Any]:
         """Returns the fields of the row for a file, the method by its name."""
         return asdict(self) | {"method": str(self.method)}
+
+
+def ratio_to(dense: float | None, score: float) -> float | None:
+    """Returns ``score`` relative to that of dense attention, 1 for dense attention itself (None); None if that is 0."""
+    return 1.0 if dense is None else score / dense if dense else None
+
+
+def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
+    """Returns a table: the fields of each row, each interval as two columns, and the numbers and strings of ``extra``."""
+    lines = []
+    for row in rows:
+        line = row.plain()
+        extra = line.pop("extra")
+        line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
+        for name in [key.removesuffix("_interval") for key in extra if key.endswith("_interval")]:
+            line[f"{name}_low"], line[f"{name}_high"] = extra[f"{name}_interval"] or (None, None)
+        lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
+    return lines

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from sys import version_info
@@ -19,8 +20,8 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from msattn.trainer.evaluate.job import Job
     from msattn.trainer.evaluate.methods import ComparedMethods
-    from msattn.trainer.evaluate.partial import PartialRows
     from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
     from msattn.trainer.models.loading import Loaded
@@ -54,11 +55,12 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, haystack, key_shares, methods
-    from msattn.trainer.evaluate.partial import PartialRows, settings_of
+    from msattn.trainer.evaluate import calibration, haystack, methods
+    from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.evaluate.tasks import harness_tasks
+    from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
     if cfg.data.source is None and haystack.reads_data(cfg):
@@ -75,10 +77,10 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     found.notes.extend(calibration.unreachable_notes(found, cfg))
-    found = key_shares.match_key_shares(found, cfg, loaded)
+    found = calibration.match_key_shares(found, cfg, loaded)
     rows: list[EvalRow] = []
     try:
-        for of_task in _run_tasks(cfg, loaded, found, samples, kept):
+        for of_task in _run_tasks(Job(loaded, cfg, found, Progress(), kept), samples):
             rows += of_task
     except KeyboardInterrupt as stop:
         _print_tables([*rows, *kept.of_other_tasks({row.task for row in rows})], [])
@@ -103,42 +105,22 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(
-    cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods", samples: "list[TaskSamples]", kept: "PartialRows"
-) -> Iterator[list[EvalRow]]:
-    """Yields the rows of each task, in the order of ``cfg.eval.tasks``; ``samples`` are those of lm_eval.
-
-    Rows of the longer tasks are ``kept`` as they are measured. Times of one evaluation are measured in one run.
-    """
-    from msattn.trainer.evaluate.methods import without_routers
+def _run_tasks(job: "Job", samples: "list[TaskSamples]") -> Iterator[list[EvalRow]]:
+    """Yields the rows of each task, in the order of ``eval.tasks``; ``samples`` are those of lm_eval."""
     from msattn.trainer.evaluate.report.context import CPU_NOTE
-    from msattn.trainer.evaluate.tasks import (
-        decoding,
-        documents,
-        harness,
-        latency,
-        needle,
-        perplexity,
-        prompts,
-        recall,
-        ruler,
-        throughput,
-    )
-    from msattn.trainer.evaluate.tasks.analysis import task as analysis
-    from msattn.trainer.progress import Progress
 
-    device = loaded.model.device.type
-    parts = (recall, prompts, latency, decoding, throughput)
-    tasks: dict[str, Any] = {part.__name__.rsplit(".", 1)[-1]: part.run for part in parts}
-    tasks |= {part.__name__.rsplit(".", 1)[-1]: partial(part.run, kept=kept) for part in (perplexity, needle, documents, ruler)}
-    tasks |= {"analysis": analysis.run, "harness": partial(harness.run, kept=kept, samples=samples)}
-    with Progress() as progress:
-        for task in cfg.eval.tasks:
-            compared = without_routers(found) if task == "analysis" else found  # its partitions are learned ones
-            rows = tasks[task](loaded, cfg, compared, progress)
+    device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
+    with job.progress:
+        for task in tasks:
+            rows = _module(task).run(job, *[samples] * (task == "harness"))
             yield [replace(row, extra=row.extra | {"device": device}) for row in rows]
-    if device == "cpu" and {"latency", "decoding", "throughput"} & set(cfg.eval.tasks):
-        found.notes.append(CPU_NOTE)
+    if device == "cpu" and {"latency", "decoding", "throughput"} & set(tasks):
+        job.methods.notes.append(CPU_NOTE)
+
+
+def _module(task: str) -> Any:
+    """Returns the module of a task, with its ``run`` and, if a wrong size would end it, ``check_sizes``."""
+    return import_module(f"msattn.trainer.evaluate.tasks.{task}" + ".task" * (task == "analysis"))
 
 
 def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
@@ -179,55 +161,34 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.evaluate.methods import without_routers
-    from msattn.trainer.evaluate.tasks import documents, ruler
-    from msattn.trainer.evaluate.tasks.analysis import task as analysis
-    from msattn.trainer.evaluate.tasks.prompts import encoded_prompts
     from msattn.trainer.methods.pages import PageRouter
     from msattn.trainer.models.families import check_length
 
-    sections = cfg.eval
-    lengths = {
-        "perplexity": [sections.perplexity.length],
-        "recall": [sections.recall.length],
-        "needle": sections.needle.lengths,
-        "documents": sections.documents.lengths,
-        "ruler": sections.ruler.lengths,
-        "analysis": [sections.analysis.length],
-        "latency": sections.latency.lengths,
-        "throughput": [length + sections.throughput.tokens for length in sections.throughput.lengths],
-    }
-    probes = {
-        "recall": sections.recall.probes,
-        "needle": sections.needle.probes,
-        "ruler": sections.ruler.probes,
-        "decoding": [cfg.probes or 0],
-    }
-    buckets = cfg.model.presets.num_buckets
-    if "decoding" in sections.tasks and not found.bucket_routings and (cfg.probes or 0) > buckets:
+    buckets, tasks = cfg.model.presets.num_buckets, cfg.eval.tasks
+    if "decoding" in tasks and not found.bucket_routings and (cfg.probes or 0) > buckets:
         raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
-    if "prompts" in sections.tasks:
-        encoded_prompts(loaded, cfg)
-    if "documents" in sections.tasks:
-        documents.check_sizes(cfg, loaded.tokenizer)
-    if "ruler" in sections.tasks:
-        ruler.check_sizes(cfg, loaded.tokenizer)
-    if "analysis" in sections.tasks:
-        analysis.check_sizes(cfg, loaded, without_routers(found))
-    for task in sections.tasks:
-        for length in lengths.get(task, []):  # decoding has no prompt
-            check_length(loaded.model.config, length, f"length={length} of eval.{task}")
+    for task in tasks:
+        if check := getattr(_module(task), "check_sizes", None):
+            check(cfg, loaded, found)
+    for task in tasks:
+        section = getattr(cfg.eval, task)
+        lengths = getattr(section, "lengths", None) or [getattr(section, "length", 0)]
+        if task not in ("decoding", "harness"):  # without a prompt; checked with the samples
+            for length in lengths:
+                answered = length + section.tokens if task == "throughput" else length
+                check_length(loaded.model.config, answered, f"length={answered} of eval.{task}")
         for routing in found.bucket_routings:
-            routing.settings(probes.get(task, []))
-            exact = routing.recent + routing.sink
-            if task == "recall" and sections.recall.length <= exact:
-                raise UserError(
-                    f"eval.recall.length={sections.recall.length}: accepted is more than recent + sink = {exact} tokens"
-                )
-            least = routing.router.page_size - 1 if isinstance(routing.router, PageRouter) else 0
-            if task == "recall" and routing.recent < least:
-                # The page of the first key before the window would have keys after the query in its summary.
-                raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
+            routing.settings([cfg.probes or 0] if task == "decoding" else getattr(section, "probes", []))
+            if task == "recall":
+                exact = routing.recent + routing.sink
+                if section.length <= exact:
+                    raise UserError(
+                        f"eval.recall.length={section.length}: accepted is more than recent + sink = {exact} tokens"
+                    )
+                least = routing.router.page_size - 1 if isinstance(routing.router, PageRouter) else 0
+                if routing.recent < least:
+                    # The page of the first key before the window would have keys after the query in its summary.
+                    raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
 
 
 def _prepare(folder: Path) -> None:

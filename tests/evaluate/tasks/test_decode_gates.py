@@ -1,13 +1,11 @@
 """``eval`` and ``generate`` with decode gates: rows beside other routers, shares of the keys, and what decodes."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.progress import Progress
 
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models
@@ -17,7 +15,7 @@ from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import calibration, methods
-from msattn.trainer.evaluate.key_shares import match_key_shares, share_curve
+from msattn.trainer.evaluate.calibration import match_key_shares, share_curve
 from msattn.trainer.evaluate.methods import add_routers, without_routers
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
@@ -25,7 +23,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
-from tests.evaluate.runs import config, kept_rows
+from tests.evaluate.runs import config, rows_of
 from tests.evaluate.test_routers import measured_on_a_chunk
 from tests.test_bad_input import text as words
 
@@ -76,8 +74,7 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
     assert [str(each.method) for each in without_routers(found).bucket_routings] == [], "their blocks are no partition"
-    tasks = (recall.run, partial(needle.run, kept=kept_rows(trained)), decoding.run)
-    rows = [row for task in tasks for row in task(loaded, cfg, found, Progress(disable=True))]
+    rows = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
     by_name = {(row.task, str(row.method), row.setting): row for row in rows}
     assert len(rows) == len(by_name)
     for suffix in ("", ", independent"):  # one choice serves a query group anyway

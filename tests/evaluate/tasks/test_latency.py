@@ -25,10 +25,10 @@ from msattn.trainer.config import (
     TrackerConfig,
 )
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency
 from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
+from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, untrained_router, with_growing_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache_layers import BucketLayer
@@ -141,7 +141,7 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
     assert (row.extra["selection_share"], row.extra["attention_share"]) == (0.1, 0.25)
     case = decoding.DecodingCase("x", "2 probes", "generate", lambda batch, length: decoding.DecodingRun(20, 5.0, 0.1, 64))
-    dense = {"flash": decoding.DecodingRun(10, 5.0, None, 1), "transformers": decoding.DecodingRun(4, 5.0, None, 8)}
+    dense = {"flash": 10, "transformers": 4}
     decoded = decoding.as_row(case, 2, 9, case.measure(2, 9), dense)
     assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s, decoded.samples) == (20, 2, 0.1, 64)
     assert (decoded.extra["times_flash"], decoded.extra["times_transformers"], decoded.extra["batch"]) == (2, 5, 2)
@@ -152,7 +152,7 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
 def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
-    routing = decoding.untrained_router(cfg, model)
+    routing = untrained_router(cfg, model)
     first = torch.zeros(2, 1, dtype=torch.long)
 
     def filled() -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.progress import Progress
 from torch.nn import functional as F
 
 from msattn.trainer import artifacts, data, models
@@ -18,7 +17,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from tests.evaluate.runs import BUCKETS, config, kept_rows
+from tests.evaluate.runs import BUCKETS, config, rows_of
 
 
 def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +42,7 @@ def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch:
 def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, baselines=["sink_local"])
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
-    rows = perplexity.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))
+    rows = rows_of(perplexity, loaded, cfg, found)
     (row,) = [row for row in rows if row.setting == "sparsity 0.6"]
     ((_, select),) = found.block_selections[0].settings([0.6])
     shares = []
@@ -63,7 +62,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     loaded = models.load(cfg.model, device="cpu")
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     (routing,) = found.bucket_routings
-    rows = recall.run(loaded, cfg, replace(found, block_selections=[]), Progress(disable=True))
+    rows = rows_of(recall, loaded, cfg, replace(found, block_selections=[]))
     by_name = {(str(row.method), row.setting): row for row in rows}
     every = by_name["k-means, independent", f"{BUCKETS} probes"]
     assert every.score == pytest.approx(1, abs=1e-5)
@@ -119,7 +118,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
     assert "classifier: its artifact holds no thresholds" in found.notes[-1]
 
-    rows = {(str(row.method), row.setting): row for row in recall.run(loaded, cfg, found, Progress(disable=True))}
+    rows = {(str(row.method), row.setting): row for row in rows_of(recall, loaded, cfg, found)}
     name = "classifier, calibrated"
     assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (str(WINDOW), "0 probes")}
     window = rows[str(WINDOW), "0 probes"].selectivity
@@ -130,9 +129,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert window < few.selectivity < many.selectivity < 1
     assert rows[str(WINDOW), "0 probes"].score < few.score < many.score
     assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
-    asked = [
-        (str(row.method), row.setting) for row in needle.run(loaded, cfg, found, Progress(disable=True), kept_rows(tmp_path))
-    ]
+    asked = [(str(row.method), row.setting) for row in rows_of(needle, loaded, cfg, found)]
     share = "50 % of far keys"
     assert asked == [("dense", ""), (str(WINDOW), "0 probes"), (name, share), (f"{name}, independent", share)]
 
@@ -142,5 +139,5 @@ def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) 
     loaded = models.load(cfg.model, device="cpu")
     found = methods.find_methods(cfg, loaded, torch.device("cpu"))
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
-    rows = recall.run(loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found, Progress(disable=True))
+    rows = rows_of(recall, loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found)
     assert [(str(row.method), row.setting) for row in rows] == [(str(WINDOW), "0 probes")]

@@ -26,24 +26,28 @@ class MethodSetting(NamedTuple):
     attach: Callable[[], AbstractContextManager["Sparse | None"]]
 
 
+class SharesRead(NamedTuple):
+    """Share of the visible blocks that was not read, None for routing, and share of the visible keys that was read."""
+
+    sparsity: float | None
+    selectivity: float | None
+
+
+def shares_read(sparse: "Sparse | None") -> SharesRead:
+    """Returns what an attached model has read so far; of dense attention (None) everything."""
+    stats = sparse.stats() if sparse else {"sparsity": 0.0}
+    sparsity = stats["sparsity"]
+    return SharesRead(sparsity, stats["selectivity"] if sparsity is None else 1 - sparsity)
+
+
 class Answers(NamedTuple):
-    """Generated tokens and text of each prompt, mean seconds of a prompt, peak MiB and ``stats()`` of a method."""
+    """Generated tokens and text of each prompt, mean seconds of a prompt, peak MiB, and what a method has read."""
 
     tokens: list[list[int]]
     texts: list[str]
     seconds: float
     peak_mb: float
-    stats: dict[str, Any]
-
-    @property
-    def sparsity(self) -> float | None:
-        """The share of the visible blocks that was not read; None for routing."""
-        return self.stats["sparsity"]
-
-    @property
-    def selectivity(self) -> float | None:
-        """The share of the visible keys that was read."""
-        return self.stats["selectivity"] if self.sparsity is None else 1 - self.sparsity
+    read: SharesRead
 
 
 def cases(
@@ -110,8 +114,8 @@ def answer(
             seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
             for _ in batch:
                 advance()
-        stats = sparse.stats() if sparse else {"sparsity": 0.0, "selectivity": None}
-    return Answers(tokens, [_text(loaded, row) for row in tokens], seconds / len(questions), peak, stats)
+        read = shares_read(sparse)
+    return Answers(tokens, [_text(loaded, row) for row in tokens], seconds / len(questions), peak, read)
 
 
 def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Question]]:

@@ -8,40 +8,40 @@ which leaves out all work of the host.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.kernels.bench.timing import graphed, time_ms
-from msattn.trainer import models
-from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.evaluate.caches import random_cache, random_dynamic_cache, with_growing_layers
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.timing import (
+    ALWAYS_DENSE,
+    TRANSFORMERS,
+    random_cache,
+    random_dynamic_cache,
+    speedups,
+    untrained_router,
+    with_growing_layers,
+)
 from msattn.trainer.memory import release_memory
-from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
-from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.tap import dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from transformers import Cache, PreTrainedModel
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.models.loading import Loaded
 
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
-ALWAYS_DENSE = 10**9  # keys; no cache is as long
-TRANSFORMERS, SAME_MACHINERY = DENSE.of("transformers"), DENSE.of("same cache and graphs")
+SAME_MACHINERY = DENSE.of("same cache and graphs")
 
 
 @dataclass(frozen=True)
@@ -77,38 +77,37 @@ class DecodingCase(NamedTuple):
     largest_batch: int | None = None
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns, for each length and batch, a row for each kind of dense attention and one for each setting of a routing."""
-    settings = cfg.eval.decoding
-    cases = _cases(loaded.model, cfg, methods)
-    sizes = [(batch, length) for length, batch in product(settings.lengths, settings.batches)]
-    bar = progress.add_task("decoding", total=len(cases) * len(sizes))
+    settings, notes = job.cfg.eval.decoding, job.methods.notes
+    cases = _cases(job)
+    sizes = list(product(settings.lengths, settings.batches))
+    advance = job.bar("decoding", len(cases) * len(sizes))
     rows: list[EvalRow] = []
-    for batch, length in sizes:
+    for length, batch in sizes:
         where = f"after {length:,} keys" + f", batch {batch}" * (batch > 1)
-        if settings.max_keys is not None and batch * length > settings.max_keys:
-            methods.notes.append(f"decoding {where}: left out by eval.decoding.max_keys={settings.max_keys:,}")
-            progress.advance(bar, len(cases))
-            continue
+        left_out = settings.max_keys is not None and batch * length > settings.max_keys
+        if left_out:
+            notes.append(f"decoding {where}: left out by eval.decoding.max_keys={settings.max_keys:,}")
         done: list[tuple[DecodingCase, DecodingRun]] = []
         for case in cases:
-            progress.advance(bar)
-            if case.largest_batch is not None and batch > case.largest_batch:
+            advance()
+            if left_out or (case.largest_batch is not None and batch > case.largest_batch):
                 continue
             release_memory()  # of the last measurement's cache and graphs
             try:
                 done.append((case, case.measure(batch, length)))
             except BackendUnavailable as reason:
-                methods.notes.append(f"{case.method} {where}: not timed: {reason}")
-        methods.notes.extend(f"{case.method} {where}: {each.note}" for case, each in done if each.note)
-        dense = {case.method.variants[0]: each for case, each in done if case.method.is_dense}
+                notes.append(f"{case.method} {where}: not timed: {reason}")
+        notes.extend(f"{case.method} {where}: {each.note}" for case, each in done if each.note)
+        dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
         rows += [as_row(case, batch, length, each, dense) for case, each in done]
     return rows
 
 
-def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[DecodingCase]:
+def _cases(job: Job) -> list[DecodingCase]:
     """Returns the methods to measure, dense attention first."""
-    routings = methods.bucket_routings
+    model, cfg, routings = job.loaded.model, job.cfg, job.methods.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
         routings = [untrained_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
@@ -119,25 +118,14 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
         measure = partial(measure_kernel, model, kernel, tokens=tokens, seed=seed)
         cases.append(DecodingCase(DENSE.of(name), "", launched_by, measure))
     always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
-    cases.append(DecodingCase(SAME_MACHINERY, "", "generate", partial(_measure_attached, model, always_dense, tokens, seed)))
+    attached = [(SAME_MACHINERY, "", always_dense)]
     for routing in routings:
         for label, setting in routing.own_settings():
-            attached = partial(routing.attach, model, setting)
-            measure = partial(_measure_attached, model, attached, tokens, seed)
-            cases.append(DecodingCase(routing.method_at(setting), label, "generate", measure))
-    return cases
-
-
-def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
-    """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
-    config, presets = model.config, cfg.model.presets
-    layers, heads = models.served_layers(config), models.num_kv_heads(config)
-    generator = torch.Generator().manual_seed(cfg.seed)
-    centroids = torch.randn(len(layers), heads, presets.num_buckets, models.head_dim(config), generator=generator)
-    partition = KMeans(F.normalize(centroids, dim=-1), layers)
-    qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
-    router = qmodel.requires_grad_(False).eval().to(model.device)
-    return replace(BucketRoutingMethod.configured(router.method.of(UNTRAINED), router, cfg), keys=None)  # it has no thresholds
+            attached.append((routing.method_at(setting), label, partial(routing.attach, model, setting)))
+    return cases + [
+        DecodingCase(method, label, "generate", partial(_measure_attached, model, each, tokens, seed))
+        for method, label, each in attached
+    ]
 
 
 def measure_transformers(model: "PreTrainedModel", batch: int, length: int, *, tokens: int, seed: int) -> DecodingRun:
@@ -249,15 +237,15 @@ def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
     return following_token
 
 
-def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense: dict[str, DecodingRun]) -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the runs of dense attention with the same batch and length."""
+def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense: dict[str, float]) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the rates of dense attention with the same batch and length."""
     return EvalRow(
         task="decoding",
         method=case.method,
         setting=case.setting,
         score=done.rate,
         score_name="tokens a second",
-        ratio_to_dense=done.rate / max(each.rate for each in dense.values()) if dense else None,
+        ratio_to_dense=done.rate / max(dense.values()) if dense else None,
         selectivity=done.selectivity,
         latency_s=batch / done.rate,
         peak_memory_mb=done.peak_mb,
@@ -267,6 +255,6 @@ def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense
             "batch": batch,
             "launched_by": case.launched_by,
             "device_tokens_per_s": done.rate if case.launched_by == "CUDA graph" else None,
-            **{f"times_{name}": done.rate / each.rate for name, each in dense.items()},
+            **speedups(dense, done.rate),
         },
     )

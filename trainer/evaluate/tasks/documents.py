@@ -11,34 +11,31 @@ from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods
-from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.perplexity import compare
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.progress import Progress
 
 
-def run(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
-) -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length."""
-    settings = cfg.eval.documents
+    settings, tokenizer = job.cfg.eval.documents, job.loaded.tokenizer
     rows: list[EvalRow] = []
     for length in settings.lengths:
-        texts = list(islice(beginnings(cfg, loaded.tokenizer, length), settings.num_documents))
-        decoded = loaded.tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
+        texts = list(islice(beginnings(job.cfg, tokenizer, length), settings.num_documents))
+        decoded = tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
         num_bytes = sum(len(text.encode()) for text in decoded)
-        rows += compare("documents", loaded, texts, num_bytes, methods, settings.sparsities, progress, kept)
+        rows += compare(job, "documents", texts, num_bytes, settings.sparsities)
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, tokenizer: Any) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
     """Raises UserError if no held-out document has as many tokens as a length."""
     for length in cfg.eval.documents.lengths:
-        if next(beginnings(cfg, tokenizer, length), None) is None:
+        if next(beginnings(cfg, loaded.tokenizer, length), None) is None:
             raise UserError(f"eval.documents.lengths={length}: no held-out document has as many tokens")
 
 

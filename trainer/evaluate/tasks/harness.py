@@ -6,19 +6,17 @@ Dense attention and every method answer the same samples, one after the other.
 import logging
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from functools import partial
 from io import StringIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.cost import Cost, cost
+from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
-from msattn.trainer.evaluate.methods import ComparedMethods
-from msattn.trainer.evaluate.partial import PartialRows
-from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
+from msattn.trainer.evaluate.job import Job
+from msattn.trainer.evaluate.row import EvalRow, ratio_to
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, shares_read
 from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
@@ -27,17 +25,9 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
     from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.progress import Progress
 
 
-def run(
-    loaded: "Loaded",
-    cfg: EvalRunConfig,
-    methods: ComparedMethods,
-    progress: "Progress",
-    kept: PartialRows,
-    samples: list[TaskSamples],
-) -> list[EvalRow]:
+def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
     """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
 
     There is a row for each task, and for each length of a task that makes prompts of given lengths.
@@ -46,17 +36,15 @@ def run(
     ------
     UserError : a sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
     """
-    tried = cases(loaded, methods, cfg.eval.harness.sparsities)
+    tried = cases(job.loaded, job.methods, job.cfg.eval.harness.sparsities)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):
-        bar = progress.add_task(f"lm_eval, method {number} of {len(tried)}", total=None)
-        model = attached_model(loaded, partial(progress.advance, bar))
+        model = attached_model(job.loaded, job.bar(f"lm_eval, method {number} of {len(tried)}", None))
         for asked in samples:
             key = "harness", number, case.method, case.setting, asked.name, asked.length
-            if (found := kept.get(*key)) is None:
-                row = _row(loaded, cfg, case, model, asked, dense.get((asked.name, asked.length)))
-                found = kept.add([row], *key)
+            if (found := job.kept.get(*key)) is None:
+                found = job.kept.add([_row(job, case, model, asked, dense.get((asked.name, asked.length)))], *key)
             dense.setdefault((asked.name, asked.length), found[0].score)
             rows += found
     return rows
@@ -115,14 +103,30 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
     return AttachedModel(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=max_length(model.config))
 
 
-def _row(
-    loaded: "Loaded", cfg: EvalRunConfig, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None
-) -> EvalRow:
+def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None) -> EvalRow:
+    """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense attention itself."""
     with case.attach() as sparse:
-        with cost(loaded.model.device) as spent:
-            found = _evaluate(cfg, model, asked, uses_chat(loaded.tokenizer, cfg.chat))
-        stats = sparse.stats() if sparse else {"sparsity": 0.0, "selectivity": None}
-    return _as_row(case, asked, found, spent, stats, dense_score)
+        with cost(job.loaded.model.device) as spent:
+            found = _evaluate(job.cfg, model, asked, uses_chat(job.loaded.tokenizer, job.cfg.chat))
+        shares = shares_read(sparse)
+    metric, filtered, score = main_metric(found["results"][asked.name], asked.length)
+    answered = [sample for sample in found["samples"][asked.name] if sample["filter"] == filtered]
+    values = [float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)]
+    return EvalRow(
+        task="harness",
+        method=case.method,
+        setting=case.setting,
+        score=score,
+        score_name="score" if metric == str(asked.length) else metric,
+        interval=mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None,
+        ratio_to_dense=ratio_to(dense_score, score),
+        sparsity=shares.sparsity,
+        selectivity=shares.selectivity,
+        latency_s=spent.seconds / len(asked.samples),
+        peak_memory_mb=spent.peak_mb,
+        samples=len(asked.samples),
+        extra={"benchmark": asked.name, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"},
+    )
 
 
 def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool) -> dict[str, Any]:
@@ -156,41 +160,6 @@ class QuietTask:
     def build_all_requests(self, **options: Any) -> None:
         with redirect_stderr(StringIO()):
             self.task.build_all_requests(**options)
-
-
-def _as_row(
-    case: MethodSetting,
-    asked: TaskSamples,
-    found: dict[str, Any],
-    spent: Cost,
-    stats: dict[str, Any],
-    dense_score: float | None,
-) -> EvalRow:
-    """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense attention itself."""
-    metric, filtered, score = main_metric(found["results"][asked.name], asked.length)
-    answered = [sample for sample in found["samples"][asked.name] if sample["filter"] == filtered]
-    values = [float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)]
-    ratio = score / dense_score if dense_score else None
-    sparsity = stats["sparsity"]
-    return EvalRow(
-        task="harness",
-        method=case.method,
-        setting=case.setting,
-        score=score,
-        score_name="score" if metric == str(asked.length) else metric,
-        interval=mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None,
-        ratio_to_dense=1.0 if dense_score is None else ratio,
-        sparsity=sparsity,
-        selectivity=stats["selectivity"] if sparsity is None else 1 - sparsity,
-        latency_s=spent.seconds / len(asked.samples),
-        peak_memory_mb=spent.peak_mb,
-        samples=len(asked.samples),
-        extra={
-            "benchmark": asked.name,
-            **({"length": asked.length} if asked.length else {}),
-            "latency_of": "a sample",
-        },
-    )
 
 
 def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str, str, float]:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.trainer.config import EvalRunConfig, GateConfig, LatencyConfig, SelectConfig
-from msattn.trainer.evaluate.caches import random_cache, with_growing_layers
+from msattn.trainer.config import LatencyConfig, SelectConfig
 from msattn.trainer.evaluate.cost import cost
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
+from msattn.trainer.evaluate.job import Job
+from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.methods.base import DENSE, UNTRAINED, Method
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.evaluate.tasks.timing import random_cache, untrained_gate, with_growing_layers
+from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
@@ -31,10 +31,7 @@ from msattn.trainer.serving.cache import can_crop
 from msattn.trainer.serving.fused import fused
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from transformers import Cache, PreTrainedModel
-
-    from msattn.trainer.models.loading import Loaded
 
 ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds of each part, since the context began
 
@@ -86,39 +83,37 @@ class LatencyRun:
         return median(self.seconds)
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns, for each length, a row for each dense kernel and one for each block selection at each sparsity.
 
     Rows of the other situations follow.
     """
-    settings, model = cfg.eval.latency, loaded.model
+    model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.methods.block_selections
+    if not any(block.gate for block in blocks):
+        blocks = [untrained_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
-    trained = any(block.gate for block in methods.block_selections)
-    blocks = methods.block_selections if trained else [untrained_gate(cfg, model), *methods.block_selections]
     dense = [LatencyCase(DENSE.of(name), "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
     cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
     of_situations = dense + [_sparse_cases(model, block, [getattr(block.select, "sparsity", 0.0)])[0] for block in blocks]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
     plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
-    bar = progress.add_task("latency", total=sum(len(of_case) for _, _, of_case in plan))
+    advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))
     rows: list[EvalRow] = []
     for length, situation, measured in plan:
-        ids = torch.randint(
-            text_config(model.config).vocab_size, (1, length), generator=torch.Generator().manual_seed(cfg.seed)
-        )
+        vocabulary, generator = text_config(model.config).vocab_size, torch.Generator().manual_seed(job.cfg.seed)
+        ids = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
         done: list[tuple[LatencyCase, LatencyRun]] = []
         for case in measured:
             try:
                 with use_backend(case.kernel):
-                    run_of_case = measure(model, ids.to(model.device), case.attached, settings.seconds, situation)
-                done.append((case, run_of_case))
+                    done.append((case, measure(model, ids, case.attached, settings.seconds, situation)))
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
-                methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
-            progress.advance(bar)
+                job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
+            advance()
         rows += _rows_of(done, length, situation)
-    return _with_break_even(rows, methods.notes)
+    return _with_break_even(rows, job.methods.notes)
 
 
 def _sparse_cases(model: "PreTrainedModel", block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
@@ -146,15 +141,6 @@ def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situatio
         dense = {fastest: dense[fastest]}
         done = [(case, each) for case, each in done if case.kernel_name in (None, fastest)]
     return [as_row(case.method, case.setting, length, each, dense, situation.name) for case, each in done]
-
-
-def untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
-    """Returns an untrained gate, which has the cost of a trained one."""
-    presets = cfg.model.presets
-    shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
-    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
-    gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    return BlockSelectionMethod(gate.scorer.method.of(UNTRAINED), cfg.select.with_policy(policy, scores="gate"), gate)
 
 
 @contextmanager

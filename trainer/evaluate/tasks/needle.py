@@ -27,18 +27,16 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, with_independent
-from msattn.trainer.evaluate.partial import PartialRows
-from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.answers import cases
+from msattn.trainer.evaluate.job import Job, Measurement
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
+from msattn.trainer.evaluate.row import EvalRow, ratio_to
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
 from msattn.trainer.evaluate.tasks.perplexity import logits
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
 
@@ -134,56 +132,42 @@ class NeedleResult:
     selectivity: float | None
 
 
-def run(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
-) -> list[EvalRow]:
-    """Returns rows for dense attention, block selections and routings, at each length and in each setting, unless ``kept``."""
+def run(job: Job) -> list[EvalRow]:
+    """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
+    text = read_haystack(job.cfg, job.loaded.tokenizer)
+    rows: list[EvalRow] = []
+    for length in job.cfg.eval.needle.lengths:
+        rows += _at_length(job, make_samples(job.cfg, job.loaded.tokenizer, text, length))
+    return rows
+
+
+def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
+    loaded, cfg, length = job.loaded, job.cfg, samples.ids.shape[1]
     settings = cfg.eval.needle
-    text = read_haystack(cfg, loaded.tokenizer)
-    rows: list[EvalRow] = []
-    for length in settings.lengths:
-        rows += _at_length(loaded, cfg, methods, make_samples(cfg, loaded.tokenizer, text, length), progress, kept)
-    return rows
 
+    def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
+        with case.attach() as sparse:
+            result = prefill_samples(loaded, samples, advance, sparse)
+        return [as_row(case.method, case.setting, samples, result, done[0] if done else None, cfg)]
 
-def _at_length(
-    loaded: "Loaded",
-    cfg: EvalRunConfig,
-    methods: ComparedMethods,
-    samples: Samples,
-    progress: "Progress",
-    kept: PartialRows,
-) -> list[EvalRow]:
-    settings, length = cfg.eval.needle, samples.ids.shape[1]
-    prefills = cases(loaded, replace(methods, bucket_routings=[]), settings.sparsities)
-    routings = with_independent(methods.bucket_routings) if settings.independent else methods.bucket_routings
-    plans = [
-        {label: setting for label, setting in method.settings(settings.probes, settings.keys) if setting or number == 0}
-        for number, method in enumerate(routings)
+    def decode(
+        method: BucketRoutingMethod, asked: dict[str, int | float], advance: Callable[[], None], done: list[EvalRow]
+    ) -> list[EvalRow]:
+        results = decode_samples(loaded, samples, method, asked, advance)
+        return [
+            as_row(method.method_at(setting), label, samples, results[label], done[0], cfg) for label, setting in asked.items()
+        ]
+
+    plan = [
+        Measurement(("needle", length, case.method, case.setting), partial(read, case), len(samples.prefills()))
+        for case in cases(loaded, replace(job.methods, bucket_routings=[]), settings.sparsities)
     ]
-    of_prefills = [("needle", length, case.method, case.setting) for case in prefills]
-    of_plans = [("needle", length, number, *plan) for number, plan in enumerate(plans)]
-    total = sum(kept.get(*key) is None for key in of_prefills) * len(samples.prefills())
-    total += sum(len(plan) for key, plan in zip(of_plans, plans, strict=True) if not kept.get(*key)) * len(samples.batches())
-    advance = partial(progress.advance, progress.add_task(f"needle, {length} tokens", total=total))
-
-    rows: list[EvalRow] = []
-    for key, case in zip(of_prefills, prefills, strict=True):
-        if (found := kept.get(*key)) is None:
-            with case.attach() as sparse:
-                result = prefill_samples(loaded, samples, advance, sparse)
-            found = kept.add([as_row(case.method, case.setting, samples, result, rows[0] if rows else None, cfg)], *key)
-        rows += found
-    for key, plan, method in zip(of_plans, plans, routings, strict=True):
-        if (found := kept.get(*key)) is None:
-            results = decode_samples(loaded, samples, method, plan, advance)
-            measured = [
-                as_row(method.method_at(setting), label, samples, results[label], rows[0], cfg)
-                for label, setting in plan.items()
-            ]
-            found = kept.add(measured, *key)
-        rows += found
-    return rows
+    for number, method in enumerate(with_independent(job.methods.bucket_routings, settings.independent)):
+        every = method.settings(settings.probes, settings.keys)
+        asked = {label: setting for label, setting in every if setting or number == 0}
+        key = "needle", length, number, *asked
+        plan.append(Measurement(key, partial(decode, method, asked), len(asked) * len(samples.batches())))
+    return job.rows(f"needle, {length} tokens", plan)
 
 
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
@@ -310,7 +294,7 @@ def as_row(
         score=accuracy,
         score_name="needles found",
         interval=wilson(sum(found), len(found)),
-        ratio_to_dense=1.0 if dense is None else accuracy / dense.score if dense.score else None,
+        ratio_to_dense=ratio_to(dense.score if dense else None, accuracy),
         sparsity=result.sparsity,
         selectivity=result.selectivity,
         latency_s=result.seconds,

@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import data
-from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
-from msattn.trainer.evaluate.methods import ComparedMethods
-from msattn.trainer.evaluate.partial import PartialRows
+from msattn.trainer.evaluate.job import Job, Measurement
+from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
 
@@ -59,63 +58,57 @@ class PerplexityRun:
     hidden: list[Tensor] = field(default_factory=list)
 
 
-def run(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
-) -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns a row for dense attention and one for each block selection at each sparsity, on the same chunks."""
-    settings = cfg.eval.perplexity
-    chunks = data.chunks(
-        cfg.data,
-        loaded.tokenizer,
-        seed=cfg.seed,
-        heldout=True,
-        seq_len=settings.length,
-        num_chunks=settings.num_chunks,
-    )
+    settings = job.cfg.eval.perplexity
+    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
-    return compare("perplexity", loaded, texts, num_bytes, methods, settings.sparsities, progress, kept)
+    return compare(job, "perplexity", texts, num_bytes, settings.sparsities)
 
 
-def compare(
-    task: str,
-    loaded: "Loaded",
-    texts: Sequence[Tensor],
-    num_bytes: int,
-    methods: ComparedMethods,
-    sparsities: list[float],
-    progress: "Progress",
-    kept: PartialRows,
-) -> list[EvalRow]:
+def heldout_chunks(job: Job, length: int, count: int) -> Chunks:
+    """Returns ``count`` held-out chunks of ``length`` tokens, the same for every task and method."""
+    cfg = job.cfg
+    return data.chunks(cfg.data, job.loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=length, num_chunks=count)
+
+
+def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsities: list[float]) -> list[EvalRow]:
     """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``.
+
+    Dense attention is measured even if its row is kept, since others are compared with each of its predictions.
 
     Parameters
     ----------
     num_bytes : UTF-8 bytes of all predicted tokens.
-    kept : rows that are not measured again. Dense attention is, since others are compared with each of its losses.
     """
-    length = len(texts[0])
-    plan = [(method, label, select) for method in methods.block_selections for label, select in method.settings(sparsities)]
-    left = sum(kept.get(task, length, method.method, label) is None for method, label, _ in plan)
-    advance = partial(progress.advance, progress.add_task(f"{task}, {length} tokens", total=(2 * left + 1) * len(texts)))
+    loaded, length = job.loaded, len(texts[0])
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
-    prefill(loaded, texts[0])  # warm-up
-    dense = measure(loaded, texts, nullcontext(), advance, None)
-    rows = [to_row(DENSE, "", dense, dense)]
-    for method, label, select in plan:
-        key = task, length, method.method, label
-        if found := kept.get(*key):
-            rows += found
-            continue
-        with method.attach(loaded.model, select, measure_recall=True) as sparse:  # not timed: recall needs dense passes
+    runs: list[PerplexityRun] = []  # of dense attention
+
+    def dense(advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
+        prefill(loaded, texts[0])  # warm-up
+        runs.append(measure(loaded, texts, nullcontext(), advance, None))
+        return [to_row(DENSE, "", runs[0], runs[0])]
+
+    def sparse(
+        method: BlockSelectionMethod, label: str, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
+    ) -> list[EvalRow]:
+        with method.attach(loaded.model, select, measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:
                 prefill(loaded, ids)
                 advance()
-            recall = sparse.stats()["recall"]
-        sparse_run = measure(loaded, texts, method.attach(loaded.model, select), advance, dense.hidden)
-        rows += kept.add([to_row(method.method, label, replace(sparse_run, recall=recall), dense)], *key)
-    return rows
+            recall = attached.stats()["recall"]
+        found = measure(loaded, texts, method.attach(loaded.model, select), advance, runs[0].hidden)
+        return [to_row(method.method, label, replace(found, recall=recall), runs[0])]
+
+    plan = [Measurement(None, dense, len(texts))]
+    for method in job.methods.block_selections:
+        for label, select in method.settings(sparsities):
+            key = task, length, method.method, label
+            plan.append(Measurement(key, partial(sparse, method, label, select), 2 * len(texts)))
+    return job.rows(f"{task}, {length} tokens", plan)
 
 
 @torch.inference_mode()

@@ -1,7 +1,6 @@
 """The user's own prompts: whether dense and sparse attention give the expected answers."""
 
 from dataclasses import replace
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -10,37 +9,44 @@ from torch import Tensor
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.evaluate.intervals import wilson
+from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.progress import Progress
 
 MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes.
 
     Raises
     ------
     UserError : as :func:`msattn.trainer.data.prompts.read_prompts`, or a prompt is longer than the model's positions.
     """
-    settings = cfg.eval.prompts
+    loaded, cfg, settings = job.loaded, job.cfg, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
-    if settings.independent:
-        methods = replace(methods, bucket_routings=with_independent(methods.bucket_routings))
-    tried = cases(loaded, methods, settings.sparsities)
-    advance = partial(progress.advance, progress.add_task("prompts", total=len(tried) * len(prompts)))
+    routings = with_independent(job.methods.bucket_routings, settings.independent)
+    tried = cases(loaded, replace(job.methods, bucket_routings=routings), settings.sparsities)
+    advance = job.bar("prompts", len(tried) * len(prompts))
     questions = [Question(ids, settings.max_new_tokens) for ids in encoded]
-    found = [answer(loaded, questions, case, advance) for case in tried]
-    dense = as_row(tried[0], prompts, encoded, found[0], found[0], None)
-    sparse = zip(tried[1:], found[1:], strict=True)
-    return [dense, *(as_row(case, prompts, encoded, answers, found[0], dense) for case, answers in sparse)]
+    rows: list[EvalRow] = []
+    dense: Answers | None = None
+    for case in tried:
+        answers = answer(loaded, questions, case, advance)
+        dense = dense or answers
+        rows.append(as_row(case, prompts, encoded, answers, dense, rows[0].score if rows else None))
+    return rows
+
+
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+    """Raises UserError as :func:`run`."""
+    encoded_prompts(loaded, cfg)
 
 
 def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
@@ -59,12 +65,11 @@ def as_row(
     encoded: list[Tensor],
     answers: Answers,
     dense: Answers,
-    dense_row: EvalRow | None,
+    dense_score: float | None,
 ) -> EvalRow:
-    """Returns the row of a method; ``dense_row`` is that of dense attention, None for dense attention itself."""
+    """Returns the row of a method; ``dense_score`` is that of dense attention, None for dense attention itself."""
     correct = [prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)]
     score = sum(correct) / len(correct)
-    ratio = None if dense_row is None or not dense_row.score else score / dense_row.score
     return EvalRow(
         task="prompts",
         method=case.method,
@@ -72,9 +77,9 @@ def as_row(
         score=score,
         score_name="answers as expected",
         interval=wilson(sum(correct), len(correct)),
-        ratio_to_dense=1.0 if dense_row is None else ratio,
-        sparsity=answers.sparsity,
-        selectivity=answers.selectivity,
+        ratio_to_dense=ratio_to(dense_score, score),
+        sparsity=answers.read.sparsity,
+        selectivity=answers.read.selectivity,
         latency_s=answers.seconds,
         peak_memory_mb=answers.peak_mb,
         samples=len(correct),

@@ -15,12 +15,12 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
-from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import mean_interval
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.job import Job
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
-from msattn.trainer.evaluate.tasks.perplexity import prefill
+from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
@@ -33,10 +33,7 @@ from msattn.trainer.models.layer_attention import attention_recall, block_map, w
 from msattn.trainer.models.tap import LayerInputs, tap
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from msattn.kernels.types import MaxPoolAttention, SparseAttention
-    from msattn.trainer.models.loading import Loaded
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
 
@@ -88,24 +85,15 @@ class MethodRecall:
         )
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns rows of each block selection at each sparsity, and of each routing and the oracle in each setting.
 
     The last row of one block selection and of one routing carries the data of the report's pictures.
     """
-    settings = cfg.eval.recall
-    chunks = data.chunks(
-        cfg.data,
-        loaded.tokenizer,
-        seed=cfg.seed,
-        heldout=True,
-        seq_len=settings.length,
-        num_chunks=settings.num_chunks,
-    )
+    loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
+    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
     recalls: dict[tuple[Method, str], MethodRecall] = {}
-    advance = partial(
-        progress.advance, progress.add_task("recall", total=len(chunks) * len(served_layers(loaded.model.config)))
-    )
+    advance = job.bar("recall", len(chunks) * len(served_layers(loaded.model.config)))
 
     def measured_dense_attention(x: LayerInputs) -> Tensor:
         dense = block_map(x)

@@ -5,7 +5,7 @@ prompts. Block selections read prompt and question sparsely and decode densely; 
 sparsely.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,52 +21,55 @@ from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.intervals import stratified_interval
+from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
-from msattn.trainer.evaluate.partial import PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import around_prompt
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.progress import Progress
 
 EXCERPT = 400  # characters of the end of a prompt that the report shows
 
 
-def run(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress", kept: PartialRows
-) -> list[EvalRow]:
-    """Returns rows of dense attention, of block selections, and of routings, at each length; ``kept`` ones are not measured.
+def run(job: Job) -> list[EvalRow]:
+    """Returns rows of dense attention, of block selections, and of routings, at each length.
 
     Raises
     ------
     UserError : a length is too short for a task, or the haystack has too few words.
     """
-    settings = cfg.eval.ruler
-    if settings.independent:
-        methods = replace(methods, bucket_routings=with_independent(methods.bucket_routings))
+    cfg, settings, loaded = job.cfg, job.cfg.eval.ruler, job.loaded
+    methods = replace(job.methods, bucket_routings=with_independent(job.methods.bucket_routings, settings.independent))
     tried = cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
     hay = read_haystack(cfg)
     rows: list[EvalRow] = []
     for length in settings.lengths:
         samples = make_samples(cfg, loaded.tokenizer, hay, length)
-        asked = [(name, each) for name, drawn in samples.items() for each in drawn]
         questions = [
             Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
-            for name, sample in asked
+            for name, drawn in samples.items()
+            for sample in drawn
         ]
+        measure = partial(_measure, job, samples, questions, length)
         keys = [("ruler", length, case.method, case.setting) for case in tried]
-        left = sum(kept.get(*key) is None for key in keys)
-        advance = partial(progress.advance, progress.add_task(f"RULER, {length} tokens", total=left * len(questions)))
-        dense: EvalRow | None = None
-        for key, case in zip(keys, tried, strict=True):
-            if (found := kept.get(*key)) is None:
-                answers = answer(loaded, questions, case, advance, settings.batch_tokens)
-                found = kept.add([as_row(case, samples, answers, length, dense)], *key)
-            rows += found
-            dense = dense or found[0]
+        plan = [Measurement(key, partial(measure, case), len(questions)) for key, case in zip(keys, tried, strict=True)]
+        rows += job.rows(f"RULER, {length} tokens", plan)
     return rows
+
+
+def _measure(
+    job: Job,
+    samples: dict[str, list[ruler.Sample]],
+    questions: list[Question],
+    length: int,
+    case: MethodSetting,
+    advance: Callable[[], None],
+    done: list[EvalRow],
+) -> list[EvalRow]:
+    answers = answer(job.loaded, questions, case, advance, job.cfg.eval.ruler.batch_tokens)
+    return [as_row(case, samples, answers, length, done[0] if done else None)]
 
 
 def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
@@ -93,13 +96,13 @@ def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
     return [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
 
 
-def check_sizes(cfg: EvalRunConfig, tokenizer: Any) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
-    hay, count = read_haystack(cfg), partial(_count, tokenizer)
+    hay, count = read_haystack(cfg), partial(_count, loaded.tokenizer)
     for length in cfg.eval.ruler.lengths:
         for name in cfg.eval.ruler.tasks:
             with _refused(length, name):
-                ruler.TASKS[name].size(_seeds(cfg, length, name), hay, _room(cfg, tokenizer, length), count)
+                ruler.TASKS[name].size(_seeds(cfg, length, name), hay, _room(cfg, loaded.tokenizer, length), count)
 
 
 @contextmanager
@@ -155,8 +158,8 @@ def as_row(
         score_name="RULER's average",
         interval=spread and (max(0.0, spread[0]), min(1.0, spread[1])),
         ratio_to_dense=score / dense_score if dense_score else None,
-        sparsity=answers.sparsity,
-        selectivity=answers.selectivity,
+        sparsity=answers.read.sparsity,
+        selectivity=answers.read.selectivity,
         latency_s=answers.seconds,
         peak_memory_mb=answers.peak_mb,
         samples=sum(map(len, scores.values())),

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,32 +19,23 @@ from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.cost import cost
+from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.decoding import ALWAYS_DENSE, TRANSFORMERS, untrained_router
-from msattn.trainer.evaluate.tasks.latency import untrained_gate
+from msattn.trainer.evaluate.tasks.answers import MethodSetting
+from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, speedups, untrained_gate, untrained_router
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.paged.batching import batching_config
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from transformers import ContinuousBatchingConfig, PreTrainedModel
 
     from msattn.trainer.attach import Sparse
-    from msattn.trainer.models.loading import Loaded
 
 WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
 SAME_ENGINE = DENSE.of("same engine")
-
-
-class ThroughputCase(NamedTuple):
-    """A method in a setting, and a context manager that attaches it to the model."""
-
-    method: Method
-    setting: str
-    attached: Callable[[], "AbstractContextManager[Sparse | None]"]
 
 
 @dataclass(frozen=True)
@@ -76,26 +67,26 @@ class ThroughputRun:
         return self.first_tokens[math.ceil(share * len(self.first_tokens)) - 1]
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns, for each prompt length and number of requests, a row for each kind of dense attention and one that is sparse."""
-    settings, model = cfg.eval.throughput, loaded.model
-    cases = _cases(model, cfg, methods)
+    settings, model = job.cfg.eval.throughput, job.loaded.model
+    cases = _cases(model, job.cfg, job.methods)
     sizes = list(product(settings.lengths, settings.requests))
-    bar = progress.add_task("throughput", total=len(cases) * len(sizes))
+    advance = job.bar("throughput", len(cases) * len(sizes))
     rows: list[EvalRow] = []
     for length, requests in sizes:
-        prompts = _random_prompts(model, requests, length, cfg.seed)
-        done: dict[ThroughputCase, ThroughputRun] = {}
+        prompts = _random_prompts(model, requests, length, job.cfg.seed)
+        done: list[tuple[MethodSetting, ThroughputRun]] = []
         for case in cases:
             release_memory()  # of the last measurement's cache and graphs
-            done[case] = measure(model, case.attached, prompts, settings)
-            progress.advance(bar)
-        dense = {case.method.variants[0]: each for case, each in done.items() if case.method.is_dense}
-        rows += [as_row(case, length, requests, each, dense) for case, each in done.items()]
+            done.append((case, measure(model, case.attach, prompts, settings)))
+            advance()
+        dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
+        rows += [as_row(case, length, requests, each, dense) for case, each in done]
     return rows
 
 
-def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[ThroughputCase]:
+def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[MethodSetting]:
     """Returns the methods to measure: dense attention, then the gate and the router together, untrained if there are none."""
     block = next((each for each in methods.block_selections if each.gate), None) or untrained_gate(cfg, model)
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
@@ -104,9 +95,9 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     ((read, setting), *_) = routing.own_settings()
     attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.reads(setting))
     return [
-        ThroughputCase(TRANSFORMERS, "", nullcontext),
-        ThroughputCase(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
-        ThroughputCase(_together(block.method, routing.method), f"{described}, {read}", attached),
+        MethodSetting(TRANSFORMERS, "", nullcontext),
+        MethodSetting(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
+        MethodSetting(_together(block.method, routing.method), f"{described}, {read}", attached),
     ]
 
 
@@ -184,15 +175,15 @@ def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     return [done[request] for request in asked]
 
 
-def as_row(case: ThroughputCase, length: int, requests: int, done: ThroughputRun, dense: dict[str, ThroughputRun]) -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the runs of dense attention with the same requests."""
+def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun, dense: dict[str, float]) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the rates of dense attention with the same requests."""
     return EvalRow(
         task="throughput",
         method=case.method,
         setting=case.setting,
         score=done.rate,
         score_name="new tokens a second",
-        ratio_to_dense=done.rate / max(each.rate for each in dense.values()),
+        ratio_to_dense=done.rate / max(dense.values()),
         sparsity=None if case.method.is_dense else done.stats["sparsity"],
         selectivity=None if case.method.is_dense else done.stats["selectivity"],
         latency_s=done.first_token(0.5),
@@ -204,6 +195,6 @@ def as_row(case: ThroughputCase, length: int, requests: int, done: ThroughputRun
             "first_token_p50_s": done.first_token(0.5),
             "first_token_p99_s": done.first_token(0.99),
             "seconds": done.seconds,
-            **{f"times_{name}": done.rate / each.rate for name, each in dense.items()},
+            **speedups(dense, done.rate),
         },
     )

@@ -1,7 +1,6 @@
 """k-means partitions for an analysis: those of the artifacts, and fitted ones of the other kind and of other sizes."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig, KMeansConfig
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.tasks.analysis.queries import Window
 from msattn.trainer.evaluate.tasks.perplexity import prefill
@@ -23,8 +23,6 @@ from msattn.trainer.models.tap import Attend, LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.progress import Progress
 
     from msattn.trainer.models.loading import Loaded
 
@@ -86,9 +84,7 @@ def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
     return Window(*(defaults[key] if given.get(key) is None else given[key] for key in ("sink", "recent")))
 
 
-def training_keys(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, layers: list[int], progress: "Progress"
-) -> TrainingKeys:
+def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> TrainingKeys:
     """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out.
 
     Raises
@@ -96,6 +92,7 @@ def training_keys(
     UserError : as :func:`msattn.trainer.data.chunks`; held-out text is also training text; a partition has more buckets than
         there are keys.
     """
+    loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
     length, count = cfg.eval.analysis.length, num_training_chunks(cfg, methods)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, seq_len=length, num_chunks=count)
@@ -105,7 +102,7 @@ def training_keys(
     generator = torch.Generator().manual_seed(cfg.seed)
     before: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     after: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    advance = partial(progress.advance, progress.add_task("analysis, training keys", total=len(chunks) * len(layers)))
+    advance = job.bar("analysis, training keys", len(chunks) * len(layers))
     for i in range(len(chunks)):
         chosen = (1 + torch.randperm(length - 1, generator=generator)[:per_chunk]).to(loaded.model.device)
 
@@ -136,46 +133,33 @@ def check_num_keys(loaded: "Loaded", length: int, count: int, largest: int, num_
         )
 
 
-def routings(
-    loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, keys: TrainingKeys, progress: "Progress"
-) -> list[BucketRoutingMethod]:
+def routings(job: Job, methods: ComparedMethods, keys: TrainingKeys) -> list[BucketRoutingMethod]:
     """Returns the routings of the artifacts, and fitted k-means so that there is one before and one after RoPE.
 
     Further partitions before RoPE have the sizes of :func:`other_sizes`. ``methods.notes`` names the fitted ones.
     """
+    cfg, device = job.cfg, job.loaded.model.device
     main = num_buckets(cfg, methods)
     wanted = {BEFORE: (False, main), AFTER: (True, main)}
     found = {routing.router.rope for routing in methods.bucket_routings if isinstance(routing.router, KMeans)}
     wanted = {method: (rope, size) for method, (rope, size) in wanted.items() if rope not in found}
     wanted |= {BEFORE.of(f"{size} buckets"): (False, size) for size in other_sizes(cfg, methods)}
-    task = progress.add_task("analysis, k-means of heads", total=len(wanted) * len(keys.before))
+    layers = sorted(keys.before)
+    advance = job.bar("analysis, k-means of heads", len(wanted) * len(layers))
     fitted = []
     for method, (rope, size) in wanted.items():
-        router = _fit(
-            keys.after if rope else keys.before, size, rope, cfg, loaded.model.device, partial(progress.advance, task)
-        )
+        settings, centroids = KMeansConfig(num_buckets=size, rope=rope, engine="batched"), []
+        for layer in layers:
+            of_layer = (keys.after if rope else keys.before)[layer]
+            centroids.append(fit_centroids(of_layer, settings, device=device, seed=cfg.seed + layer)[0])
+            advance()
+        router = KMeans(torch.stack(centroids), layers, rope).to(device)
         fitted.append(BucketRoutingMethod.configured(method, router, cfg))
     if fitted:
         names = "; ".join(str(each.method) for each in fitted)
         text = f"{keys.count:,} keys of each head from {keys.num_chunks} training chunks"
         methods.notes.append(f"Fitted for the analysis, on {text}: {names}.")
     return [*methods.bucket_routings, *fitted]
-
-
-def _fit(
-    keys: dict[int, Tensor],
-    size: int,
-    rope: bool,
-    cfg: EvalRunConfig,
-    device: torch.device,
-    advance: "Callable[[], object]",
-) -> KMeans:
-    settings, layers = KMeansConfig(num_buckets=size, rope=rope, engine="batched"), sorted(keys)
-    centroids = []
-    for layer in layers:
-        centroids.append(fit_centroids(keys[layer], settings, device=device, seed=cfg.seed + layer)[0])
-        advance()
-    return KMeans(torch.stack(centroids), layers, rope).to(device)
 
 
 def check_model_has(cfg: EvalRunConfig, loaded: "Loaded") -> None:

@@ -6,15 +6,15 @@
 - :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
 """
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from msattn.trainer import data, models
+from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.job import Job
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, without_routers
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.analysis import partitions
 from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import BucketSizes
@@ -22,39 +22,32 @@ from msattn.trainer.evaluate.tasks.analysis.planes import Planes
 from msattn.trainer.evaluate.tasks.analysis.queries import query_batches, query_positions
 from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selectivity
 from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
+from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.probing import buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from msattn.trainer.models.loading import Loaded
 
 NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 
 
-def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress: "Progress") -> list[EvalRow]:
+def run(job: Job) -> list[EvalRow]:
     """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on training text."""
-    settings, config = cfg.eval.analysis, loaded.model.config
+    loaded, cfg, settings, config = job.loaded, job.cfg, job.cfg.eval.analysis, job.loaded.model.config
+    methods = without_routers(job.methods)  # the partitions are learned ones
     layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
-    keys = partitions.training_keys(loaded, cfg, methods, layers, progress)
-    routings = partitions.routings(loaded, cfg, methods, keys, progress)
+    keys = partitions.training_keys(job, methods, layers)
+    routings = partitions.routings(job, methods, keys)
     sizes = training_sizes(routings, keys, layers, heads, cfg.seed)
     del keys
-    chunks = data.chunks(
-        cfg.data,
-        loaded.tokenizer,
-        seed=cfg.seed,
-        heldout=True,
-        seq_len=settings.length,
-        num_chunks=settings.num_chunks,
-    )
+    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
     planes, mass, errors = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads), Selectivity()
-    advance = partial(progress.advance, progress.add_task("analysis", total=len(chunks) * len(layers) * len(heads)))
+    advance = job.bar("analysis", len(chunks) * len(layers) * len(heads))
 
     def measure(x: LayerInputs) -> None:
         if x.layer not in planes.measured:
@@ -80,7 +73,7 @@ def run(loaded: "Loaded", cfg: EvalRunConfig, methods: ComparedMethods, progress
 def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
     """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
     partitions.check_model_has(cfg, loaded)
-    window, length = partitions.window_of(cfg, methods), cfg.eval.analysis.length
+    window, length = partitions.window_of(cfg, without_routers(methods)), cfg.eval.analysis.length
     if length <= window.size:
         raise UserError(f"eval.analysis.length={length}: accepted is more than recent + sink = {window.size} tokens")
 

@@ -1,10 +1,11 @@
-"""Rows of an evaluation that has not ended, written as they are measured, so that ``resume=true`` continues it."""
+"""What every task of an evaluation gets, and rows that are written as they are measured, so that ``resume=true`` continues."""
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn import __version__
 from msattn.trainer import artifacts
@@ -19,6 +20,7 @@ from msattn.trainer.training.checkpoints import check_settings, flatten_settings
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.progress import Progress
 
 # Keys of the command that do not affect a row.
 CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
@@ -81,6 +83,49 @@ class PartialRows:
     def remove(self) -> None:
         """Deletes the file, once the results are written."""
         self.path.unlink(missing_ok=True)
+
+
+class Measurement(NamedTuple):
+    """A part of a task, and the key under which its rows are kept.
+
+    Attributes
+    ----------
+    key : None: it is measured in every run.
+    measure : returns the rows; gets a function to call after each of ``steps``, and the rows of the parts before.
+    steps : of its progress.
+    """
+
+    key: tuple[Any, ...] | None
+    measure: Callable[[Callable[[], None], list[EvalRow]], list[EvalRow]]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a task of an evaluation works with; ``kept`` are the rows that an interrupted evaluation measured."""
+
+    loaded: "Loaded"
+    cfg: EvalRunConfig
+    methods: "ComparedMethods"
+    progress: "Progress"
+    kept: PartialRows
+
+    def bar(self, title: str, total: int | None) -> Callable[[], None]:
+        """Returns a function that advances a new bar by one step."""
+        return partial(self.progress.advance, self.progress.add_task(title, total=total))
+
+    def rows(self, title: str, plan: Sequence[Measurement]) -> list[EvalRow]:
+        """Returns the rows of each measurement of ``plan``, in order; those that are kept are not measured again."""
+        found = [None if each.key is None else self.kept.get(*each.key) for each in plan]
+        advance = self.bar(title, sum(each.steps for each, rows in zip(plan, found, strict=True) if rows is None))
+        done: list[EvalRow] = []
+        for each, rows in zip(plan, found, strict=True):
+            if rows is None:
+                rows = each.measure(advance, done)
+                if each.key is not None:
+                    self.kept.add(rows, *each.key)
+            done += rows
+        return done
 
 
 def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> dict[str, Any]:

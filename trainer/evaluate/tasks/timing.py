@@ -1,0 +1,97 @@
+"""What the tasks of speed share: caches of random keys, untrained artifacts, and ratios to dense attention."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from msattn.trainer import models
+from msattn.trainer.config import EvalRunConfig, GateConfig
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
+from msattn.trainer.methods.base import DENSE, UNTRAINED
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.serving.cache import install_layers
+
+if TYPE_CHECKING:
+    from transformers import Cache, DynamicCache, PreTrainedModel
+
+ALWAYS_DENSE = 10**9  # keys; no cache is as long
+TRANSFORMERS = DENSE.of("transformers")
+
+
+def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_tokens: int, seed: int) -> "Cache":
+    """Returns a cache of ``length`` random keys and values of each sequence, with room for ``new_tokens`` more.
+
+    An attached model takes it over without copying it. It grows where some layers keep the model's own attention.
+    """
+    from transformers import StaticCache
+
+    config: Any = model.config
+    if len(models.served_layers(config)) < models.num_layers(config):
+        return random_dynamic_cache(model, batch, length, seed=seed)
+    cache = StaticCache(config=config, max_cache_len=length + new_tokens)
+    cache.early_initialization(
+        batch_size=batch,
+        num_heads=models.num_kv_heads(config),
+        head_dim=models.head_dim(config),
+        dtype=model.dtype,
+        device=model.device,
+    )
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for each in cache.layers:
+        layer: Any = each
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
+        layer.cumulative_length.fill_(length)
+    return cache
+
+
+def with_growing_layers(model: "PreTrainedModel", cache: "Cache") -> "Cache":
+    """Returns ``cache`` with layers that append a token without copying the others, also where nothing is attached."""
+    config = model.config
+    install_layers(cache, None, num_layers=models.num_layers(config), served=models.served_layers(config))
+    return cache
+
+
+def random_dynamic_cache(model: "PreTrainedModel", batch: int, length: int, *, seed: int) -> "DynamicCache":
+    """Returns transformers' default cache with ``length`` random keys and values of each sequence."""
+    from transformers import DynamicCache
+
+    config = model.config
+    cache = DynamicCache(config=config)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    size = batch, models.num_kv_heads(config), length, models.head_dim(config)
+    for layer in range(models.num_layers(config)):
+        k, v = (torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in range(2))
+        cache.update(k, v, layer)
+    return cache
+
+
+def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
+    """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
+    config, presets = model.config, cfg.model.presets
+    layers, heads = models.served_layers(config), models.num_kv_heads(config)
+    generator = torch.Generator().manual_seed(cfg.seed)
+    centroids = torch.randn(len(layers), heads, presets.num_buckets, models.head_dim(config), generator=generator)
+    partition = KMeans(F.normalize(centroids, dim=-1), layers)
+    qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
+    router = qmodel.requires_grad_(False).eval().to(model.device)
+    return replace(BucketRoutingMethod.configured(router.method.of(UNTRAINED), router, cfg), keys=None)  # it has no thresholds
+
+
+def untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
+    """Returns an untrained gate, which has the cost of a trained one."""
+    presets = cfg.model.presets
+    shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
+    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
+    gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
+    return BlockSelectionMethod(gate.scorer.method.of(UNTRAINED), cfg.select.with_policy(policy, scores="gate"), gate)
+
+
+def speedups(dense: Mapping[str, float], of: float) -> dict[str, float]:
+    """Returns ``of`` relative to each value of ``dense``, under the names of columns of results."""
+    return {f"times_{name}": of / value for name, value in dense.items()}
