@@ -19,8 +19,7 @@ from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
-from msattn.trainer.evaluate.report.examples import examples
-from msattn.trainer.evaluate.report.page import page
+from msattn.trainer.evaluate.report.page import examples, page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
@@ -290,7 +289,7 @@ def test_many_sparse_lines_become_one_of_each_method() -> None:
         for method in ("gate", "quest")
         for reads, setting in own
     ]
-    assert [(str(row.method), row.setting) for row in speed._sparse_rows(rows)] == [
+    assert [(str(row.method), row.setting) for row in style.few_lines(rows, 6)] == [
         ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
     ]  # fmt: skip
-    assert len(speed._sparse_rows(rows[:4])) == 4
+    assert len(style.few_lines(rows[:4], 6)) == 4

@@ -5,7 +5,7 @@ from colorsys import hsv_to_rgb
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.kernels.bench import SHIPPED, BenchRow
-from msattn.trainer.evaluate.report.terminal import fitting, with_columns
+from msattn.trainer.evaluate.report.tables import fitting, with_columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

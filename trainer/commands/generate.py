@@ -100,7 +100,7 @@ def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) 
 
 def _print_figures(results: "dict[str, Answer]", prompt_tokens: int, console: "Console") -> None:
     from msattn.trainer.commands.greedy import common_prefix, format_number
-    from msattn.trainer.evaluate.report.terminal import with_columns
+    from msattn.trainer.evaluate.report.tables import with_columns
 
     headers = ["", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"]
     table = with_columns(f"{prompt_tokens} prompt tokens", headers, [""])

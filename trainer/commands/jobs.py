@@ -95,7 +95,7 @@ COMMANDS = {
         "evaluate.run:evaluate",
         "model eval select select.sparsity data data.path artifacts.gate probes recent name",
         writes=("eval",),
-        after_sweep="evaluate.report.sweep:tabulate",
+        after_sweep="evaluate.report.compare:tabulate",
     ),
     "generate": Command(
         "generate",

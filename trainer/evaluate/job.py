@@ -162,6 +162,5 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def _row(fields: dict[str, Any]) -> EvalRow:
-    interval, method = fields["interval"], fields["method"]
-    method = Method(**method | {"variants": tuple(method["variants"])})
+    interval, method = fields["interval"], Method.from_fields(fields["method"])
     return EvalRow(**fields | {"method": method, "interval": None if interval is None else tuple(interval)})

@@ -31,7 +31,7 @@ class EvalRow:
     samples : number of samples that the score averages over.
     extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
         has one, and ``device``, the type of device. Tasks with answers: ``examples``, see
-        :func:`~msattn.trainer.evaluate.report.examples.examples`. ``needle`` and ``prompts``: ``correct``, of each prompt. One
+        :func:`~msattn.trainer.evaluate.report.page.examples`. ``needle`` and ``prompts``: ``correct``, of each prompt. One
         row each: ``maps`` and ``decoded``, see :mod:`~msattn.trainer.evaluate.tasks.reads`. ``perplexity``, ``documents`` and
         ``ruler``: ``ratio_interval``, of ``ratio_to_dense``, from differences on the same samples. ``perplexity`` and
         ``documents``: ``losses``, of each sample in nats; ``kl_divergence`` from dense predictions, in nats a token, and

@@ -130,7 +130,7 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
     console = _print_tables(rows, notes)
     if comparison:
         compare.show(comparison, console)
-    verdict.show(verdict.verdict(rows), console)
+    verdict.show(rows, console)
     console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 

@@ -45,6 +45,12 @@ class Method:
     source: str = ""
     variants: tuple[str, ...] = ()
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Method":
+        """Returns the method whose fields, ``dataclasses.asdict`` of it, were read from a file."""
+        method = cls(**fields)
+        return replace(method, variants=tuple(method.variants))
+
     def __str__(self) -> str:
         return self._with_variants(self.name)
 

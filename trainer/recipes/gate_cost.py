@@ -28,7 +28,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import TrainGateConfig
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.report.context import CPU_NOTE
-from msattn.trainer.evaluate.report.terminal import with_columns
+from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss

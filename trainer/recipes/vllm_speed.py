@@ -26,7 +26,7 @@ from rich.console import Console
 
 from msattn.trainer.config.values import nearest, require
 from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
-from msattn.trainer.evaluate.report.terminal import with_columns
+from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.serving.vllm.engine import KEY
 from msattn.trainer.storage.lock import locked

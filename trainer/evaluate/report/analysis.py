@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from msattn.trainer.evaluate.report.style import (
     BLUE,
     INK,
+    at_most,
     by_method,
     key_share_axis,
     legend_below,
@@ -30,7 +31,7 @@ def analysis_planes(rows: list[EvalRow]) -> "Figure | None":
     lines = [(row.setting, row.extra["planes"]) for row in rows if "planes" in row.extra]
     if not lines:
         return None
-    shown = _spread(range(len(lines[0][1])), MAX_PLANES)
+    shown = at_most(MAX_PLANES, range(len(lines[0][1])))
     figure, grid = subplots(len(lines), len(shown), (max(6.4, 2.9 * len(shown)), 2.9 * len(lines) + 0.5))
     for number, axes in enumerate(grid):
         stage, pictures = lines[number // len(shown)]
@@ -84,9 +85,9 @@ def analysis_mass(rows: list[EvalRow]) -> "Figure | None":
     _mass_lines(lines, far, [row for row in curves if row is not far])
     image = heads.imshow(far.extra["heads"], vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
     layers = far.extra["layers"]
-    ticks = _spread(range(len(layers)), 8)
+    ticks = at_most(8, range(len(layers)))
     heads.set_yticks(ticks, [layers[i] for i in ticks])
-    heads.set_xticks(_spread(range(len(far.extra["heads"][0])), 8))
+    heads.set_xticks(at_most(8, range(len(far.extra["heads"][0]))))
     heads.set(xlabel="query head", ylabel="layer", title=f"{far.score_name} of the keys {far.setting}")
     heads.title.set_fontsize(10)
     heads.grid(False)
@@ -147,8 +148,3 @@ def _own_style(method: Method, number: int) -> dict[str, Any]:
     if not method.variants or ROPE in method.variants:
         return {}
     return {"fillstyle": "none", "linestyle": ("--", ":", "-.")[number % 3]}
-
-
-def _spread(numbers: range, most: int) -> list[int]:
-    """Returns at most ``most`` of ``numbers``, evenly spaced."""
-    return list(numbers[:: max(1, -(-len(numbers) // most))])

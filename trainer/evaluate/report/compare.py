@@ -1,18 +1,21 @@
-"""Comparison of an evaluation with an earlier one: scores side by side, and the settings that differ."""
+"""Evaluations side by side: scores and settings beside those of an earlier one, and one table of all that a sweep made."""
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.storage.replace import current_folder
+from msattn.trainer.evaluate.row import EvalRow, flat
+from msattn.trainer.methods.base import Method
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.replace import current_folder, write_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
@@ -28,9 +31,8 @@ class ComparedRow(NamedTuple):
     def cells(self) -> dict[str, str]:
         """Returns ``{column: text}``."""
         task, score = self.row.task, self.row.score
-        length = self.row.extra.get("length")
         return {
-            "task": ", ".join(filter(None, (task, f"{length:,}" if length else "", batch_text(self.row)))),
+            "task": ", ".join(filter(None, _of(self.row))),
             "method": self.row.method.label,
             "setting": self.row.setting,
             "this": score_text(task, score),
@@ -72,20 +74,25 @@ def read_results(folder: str) -> dict[str, Any]:
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        for row in found["rows"]:
-            EvalRow(**row)
+        _rows(found)
         if not all(isinstance(found[key], dict) for key in KEYS[1:]):
             raise TypeError
     except OSError as error:
         raise UserError(f"compare={folder}: {accepted} ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"compare={folder}: its results.json is malformed; {accepted}") from error
     return found
 
 
+def _rows(results: dict[str, Any]) -> list[EvalRow]:
+    """Returns the rows of a file, whose methods stand beside them by name (in earlier ones, there are only names)."""
+    methods = {name: Method.from_fields(each) for name, each in results.get("methods", {}).items()}
+    return [EvalRow(**row | {"method": methods.get(row["method"], Method(row["method"]))}) for row in results["rows"]]
+
+
 def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: dict[str, Any]) -> Comparison:
     """Compares ``rows`` and their provenance ``about`` with the ``other`` results, read from the folder ``path``."""
-    scores = {_key(row): row.score for row in (EvalRow(**each) for each in other["rows"])}
+    scores = {_key(row): row.score for row in _rows(other)}
     both = [ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None]
     here, there = dict(_settings(about)), dict(_settings(other))
     names = [name for name in here | there if name not in OWN_KEYS and here.get(name) != there.get(name)]
@@ -127,10 +134,10 @@ def score_text(task: str, score: float) -> str:
     return f"{score:.1%}"
 
 
-def batch_text(row: EvalRow) -> str:
-    """Returns the batch as text; an empty string for one sequence."""
-    batch = row.extra.get("batch", 1)
-    return f"batch {batch}" if batch > 1 else ""
+def _of(row: EvalRow) -> tuple[str, str, str]:
+    """Returns task, length and batch as text, empty where there is none."""
+    length, batch = row.extra.get("length"), row.extra.get("batch", 1)
+    return row.task, f"{length:,}" if length else "", f"batch {batch}" if batch > 1 else ""
 
 
 def _difference(task: str, here: float, there: float) -> str:
@@ -158,3 +165,50 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{name}.{key}", item)
     else:
         yield name, json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def tabulate(folders: Sequence[Path]) -> Path | None:
+    """Prints the scores of trained methods in all evaluations, and writes all rows of all evaluations to one CSV file.
+
+    Parameters
+    ----------
+    folders : results of :func:`msattn.trainer.evaluate.run.evaluate`, ``outputs/<model>/<name>/eval``.
+
+    Returns
+    -------
+    Path | None
+        ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one name, which replace each other.
+    """
+    from rich.console import Console
+
+    if len(set(folders)) < max(2, len(folders)):
+        return None
+    root = Path(os.path.commonpath(folders))
+    path, names = root / "sweep.csv", [str(folder.parent.relative_to(root)) for folder in folders]
+    found = {name: _rows(read_results(str(folder))) for name, folder in zip(names, folders, strict=True)}
+    rows = [replace(row, extra={"name": name, **row.extra}) for name, own in found.items() for row in own]
+    with locked(path):
+        write_table(path, flat(rows))
+    console = Console()
+    console.print(_table(found))
+    console.print(f"All rows: [bold]{path}[/bold]", soft_wrap=True)
+    return path
+
+
+def _table(found: dict[str, list[EvalRow]]) -> "Table":
+    """Returns a table with a line for each evaluation and trained method, and a column for each task and setting."""
+    from rich import box
+    from rich.table import Table
+
+    cells: dict[tuple[str, Method], dict[str, str]] = {}
+    for name, rows in found.items():
+        for row in (row for row in rows if row.method.is_trained):
+            column = " ".join(filter(None, (*_of(row), row.setting)))
+            cells.setdefault((name, row.method), {})[column] = score_text(row.task, row.score)
+    columns = list(dict.fromkeys(column for line in cells.values() for column in line))
+    shown = Table(title="All evaluations", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in ("name", "method", *columns):
+        shown.add_column(header, justify="left" if header in ("name", "method") else "right", overflow="fold")
+    for (name, method), line in cells.items():
+        shown.add_row(name, method.label, *(line.get(column, "") for column in columns))
+    return shown

@@ -1,29 +1,96 @@
-"""Curves of the results: quality and speed against the share of what is read."""
+"""Curves of quality: against the share of what is read, the measured time and the length."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from msattn.trainer.evaluate.report.style import (
-    BLUE,
     INK,
     by_method,
-    is_of_one_prompt,
+    few_lines,
     key_share_axis,
+    legend_below,
     legend_outside,
+    length_axis,
+    longest,
     panel_grid,
     percent,
     percent_above,
     perplexity_axis,
+    plot_line,
     plot_with_intervals,
     row_title,
     subplots,
 )
 from msattn.trainer.evaluate.row import EvalRow
 
-MAX_LINES = 12  # of the figure of latencies
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MAX_LINES = 12  # of perplexity by length
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)  # ticks of the time relative to dense attention
+
+
+def tradeoff(rows: list[EvalRow]) -> "Figure | None":
+    """Plots needles and perplexity at the longest prompts against the keys read and against time relative to dense."""
+    values: dict[str, Callable[[EvalRow], float]] = {
+        "needle": lambda row: percent(row.score),
+        "perplexity": lambda row: percent_above(row.ratio_to_dense),
+    }
+    of_tasks = {task: longest([row for row in rows if row.task == task]) for task in values}
+    of_tasks = {task: own for task, own in of_tasks.items() if any(not row.method.is_dense for row in own)}
+    if not of_tasks:
+        return None
+    figure, panels = subplots(len(of_tasks), 2, (9.6, 3.6 * len(of_tasks) + 0.9))
+    for number, (task, own) in enumerate(of_tasks.items()):
+        by_reads, by_time = panels[2 * number : 2 * number + 2]
+        value, dense, sparse = values[task], dense_of(own), [row for row in own if not row.method.is_dense]
+        times = {id(row): ratio for row in sparse if (ratio := relative_time(row, own, rows))}
+        for method, points in by_method(sparse):
+            plot_line(by_reads, [(percent(row.selectivity), value(row)) for row in points], method.label, **method.line)
+            timed = [(times[id(row)], value(row)) for row in points if id(row) in times]
+            plot_line(by_time, timed, method.label, **method.line)
+        key_share_axis(by_reads, own)
+        _time_axis(by_time, list(times.values()))
+        for axes in (by_reads, by_time):
+            if task == "perplexity":
+                perplexity_axis(axes, [value(row) for row in sparse])
+            else:
+                axes.set(ylabel="needles found (%)", ylim=(-4, 104))
+                axes.axhline(value(dense[0]) if dense else 100, color=INK, linewidth=0.9, linestyle=":")
+    legend_below(figure, panels)
+    return figure
+
+
+def dense_of(rows: list[EvalRow]) -> list[EvalRow]:
+    """Returns the rows of dense attention."""
+    return [row for row in rows if row.method.is_dense]
+
+
+def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> float | None:
+    """Returns the time of a row relative to dense attention; None if it was not measured.
+
+    Block selections have the time of their prefill of the same prompts, ``own``. Routings have that of a decoded token, from
+    the task ``decoding`` among all ``rows``.
+    """
+    if row.sparsity is None:
+        decoded = [each for each in rows if each.task == "decoding" and each.is_of_one_prompt()]
+        same = longest([each for each in decoded if (each.method, each.setting) == (row.method, row.setting)])
+        ratio = same[0].ratio_to_dense if same else None
+        return 1 / ratio if ratio else None
+    dense = [each.latency_s for each in dense_of(own) if each.latency_s]
+    return row.latency_s / dense[0] if row.latency_s and dense else None
+
+
+def _time_axis(axes: "Axes", times: list[float]) -> None:
+    """Makes the x axis the time relative to dense attention, which is marked at 1."""
+    axes.set_xscale("log")
+    axes.axvline(1, color=INK, linewidth=0.9)
+    low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
+    ticks = [tick for tick in RATIOS if low <= tick <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set(xlim=(low, high), xlabel="time relative to dense attention (left of 1: faster)")
 
 
 def perplexity(rows: list[EvalRow]) -> "Figure | None":
@@ -46,7 +113,7 @@ def perplexity(rows: list[EvalRow]) -> "Figure | None":
 
 def documents(rows: list[EvalRow]) -> "Figure | None":
     """Plots the rise of perplexity over dense attention against the length; of many lines, one for each method."""
-    rows = few_lines([row for row in rows if not row.method.is_dense])
+    rows = few_lines([row for row in rows if not row.method.is_dense], MAX_LINES)
     if not rows:
         return None
     figure, (axes,) = panel_grid(1)
@@ -91,77 +158,9 @@ def found(rows: list[EvalRow], label: str) -> "Figure | None":
             scores = [percent(row.score) for row in points]
             bounds = [[percent(bound) for bound in row.interval or (row.score, row.score)] for row in points]
             plot_with_intervals(axes, [percent(row.selectivity) for row in points], scores, bounds, method)
-        dense = [row for row in of_length if row.method.is_dense]
-        if dense:
+        if dense := dense_of(of_length):
             axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
         axes.set(title=f"{length:,} tokens", ylabel=f"{label} (%)", ylim=(-4, 104))
         key_share_axis(axes, of_length)
     legend_outside(figure, panels[0])
     return figure
-
-
-def latency(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length.
-
-    With many methods, each is plotted in its setting that reads the fewest keys.
-    """
-    rows = few_lines([row for row in rows if is_of_one_prompt(row)])
-    if not rows:
-        return None
-    figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
-    lengths = sorted({row.extra["length"] for row in rows})
-    _plot_speedups(speedup, rows)
-    _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
-    parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
-    return figure
-
-
-def few_lines(rows: list[EvalRow]) -> list[EvalRow]:
-    """Returns the rows of at most ``MAX_LINES`` lines, or those of each method in its setting that reads the fewest keys."""
-    lines = {(row.method, row.setting): row.selectivity or 0.0 for row in rows}
-    if len(lines) <= MAX_LINES:
-        return rows
-    fewest = {method: min((keys, setting) for (each, setting), keys in lines.items() if each == method) for method, _ in lines}
-    return [row for row in rows if row.setting == fewest[row.method][1]]
-
-
-def length_axis(axes: "Axes", rows: list[EvalRow]) -> None:
-    """Makes the x axis a logarithmic one of the rows' lengths."""
-    lengths = sorted({row.extra["length"] for row in rows})
-    axes.set(xscale="log", xlabel="tokens of the prompt")
-    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
-    axes.minorticks_off()
-
-
-def _plot_speedups(axes: "Axes", rows: list[EvalRow]) -> None:
-    """Plots dense over sparse time against the length, one line for each method and setting."""
-    lines: dict[str, list[EvalRow]] = {}
-    for row in rows:
-        if row.setting and row.ratio_to_dense:
-            lines.setdefault(row_title(row), []).append(row)
-    for number, (name, points) in enumerate(lines.items()):
-        speedups = [1 / (row.ratio_to_dense or 1.0) for row in points]
-        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "o"}
-        axes.plot([row.extra["length"] for row in points], speedups, label=name, **style)
-    axes.axhline(1, color=INK, linewidth=0.8)
-    axes.set(ylabel="speed-up over the fastest dense attention")
-    length_axis(axes, rows)
-    if lines:
-        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-
-
-def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
-    """Plots stacked bars of the seconds in attention, in block selection and in the rest of the model."""
-    attention = [row.extra["attention_s"] for row in rows]
-    selection = [row.extra["selection_s"] for row in rows]
-    rest = [max(0.0, row.score - a - s) for row, a, s in zip(rows, attention, selection, strict=True)]
-    left = [0.0] * len(rows)
-    for part, color, widths in (
-        ("attention", BLUE, attention),
-        ("block selection", "#D55E00", selection),
-        ("rest of the model", "#CCCCCC", rest),
-    ):
-        axes.barh([row_title(row) for row in rows], widths, left=left, label=part, color=color)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=9)

@@ -2,27 +2,54 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from msattn.trainer.evaluate.report import plots
+from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed
 from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.report.style import drawing, phone_path, stack_panels
+from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.replace import write_table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 150
+SEVERAL_TASKS = ("tradeoff", "speed")  # figures that are drawn from the rows of more than one task
+FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
+    "tradeoff": curves.tradeoff,
+    "speed": speed.speed,
+    "perplexity": curves.perplexity,
+    "recall": curves.recall,
+    "recall_heads": heatmaps.recall_heads,
+    "recall_maps": heatmaps.recall_maps,
+    "recall_decoded": heatmaps.recall_decoded,
+    "needle": partial(curves.found, label="needles found"),
+    "needle_grid": heatmaps.needle_grid,
+    "documents": curves.documents,
+    "ruler": partial(curves.found, label="RULER's average"),
+    "ruler_grid": heatmaps.ruler_grid,
+    "analysis_planes": analysis.analysis_planes,
+    "analysis_buckets": analysis.analysis_buckets,
+    "analysis_mass": analysis.analysis_mass,
+    "analysis_error": analysis.analysis_error,
+    "latency": speed.latency,
+}
 NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 
 
 def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Comparison | None = None) -> dict[str, Path]:
     """Writes all files into ``folder``; returns the figures by name."""
     rows = list(rows)
-    figures = plots.draw(rows, folder)
-    document = finite({**asdict(about), "rows": [row.plain() for row in rows]})
+    figures = draw(rows, folder)
+    methods = {str(row.method): asdict(row.method) for row in rows}
+    document = finite({**asdict(about), "methods": methods, "rows": [row.plain() for row in rows]})
     text = json.dumps(document, indent=2, allow_nan=False)
     text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
@@ -31,14 +58,33 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     return figures
 
 
-def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
-    """Returns a table: the fields of each row, each interval as two columns, and the numbers and strings of ``extra``."""
-    lines = []
-    for row in rows:
-        line = row.plain()
-        extra = line.pop("extra")
-        line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
-        for name in [key.removesuffix("_interval") for key in extra if key.endswith("_interval")]:
-            line[f"{name}_low"], line[f"{name}_high"] = extra[f"{name}_interval"] or (None, None)
-        lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
-    return lines
+def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
+    """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a transparent background, ``.svg``.
+
+    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels below each other.
+
+    Returns
+    -------
+    dict
+        ``{name: PNG file}`` of the figures, in the order of the report.
+    """
+    drawn = {}
+    for name, figure_of in FIGURES.items():
+        task = name.split("_")[0]
+        with drawing():
+            figure = figure_of(rows if name in SEVERAL_TASKS else [row for row in rows if row.task == task])
+            if figure is not None:
+                drawn[name] = folder / f"{name}.png"
+                figure.savefig(drawn[name], dpi=DPI)
+                _save_svg(figure, drawn[name].with_suffix(".svg"))
+                if len(drawn) == 1:
+                    stack_panels(figure)
+                    _save_svg(figure, phone_path(drawn[name]))
+    return drawn
+
+
+def _save_svg(figure: "Figure", path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # ids of clips in two figures of a page must differ
+        figure.savefig(path, dpi=DPI, facecolor="none", metadata={"Date": None})

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, row_title, subplots
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, at_most, by_method, row_title, subplots
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def recall_heads(rows: list[EvalRow]) -> "Figure | None":
         layers, heads = row.extra["layers"], row.extra["heads"]
         image = axes.imshow(heads, **HEATMAP)
         axes.set_title(f"{row.method.label}\n{row.setting}, mean {row.score:.0%}", fontsize=9)
-        ticks = _at_most_eight(range(len(layers)))
+        ticks = at_most(8, range(len(layers)))
         axes.set_yticks(ticks, [layers[i] for i in ticks])
-        axes.set_xticks(_at_most_eight(range(len(heads[0]))))
+        axes.set_xticks(at_most(8, range(len(heads[0]))))
         axes.set(xlabel="query head", ylabel="layer")
         axes.grid(False)
     for axes in grid[len(fewest) :]:
@@ -140,8 +140,3 @@ def recall_decoded(rows: list[EvalRow]) -> "Figure | None":
     strips.set_facecolor(GRID)
     strips.grid(False)
     return figure
-
-
-def _at_most_eight(numbers: range) -> list[int]:
-    """Returns at most eight of ``numbers``, evenly spaced."""
-    return list(numbers[:: max(1, -(-len(numbers) // 8))])

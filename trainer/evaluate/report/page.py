@@ -1,24 +1,33 @@
 """The report as one self-contained HTML file: the verdict first, then figures, examples, tables and provenance."""
 
 import json
+import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.evaluate.report.captions import CAPTIONS, INTRODUCTION
+from msattn.trainer.evaluate.report.captions import CAPTIONS, EXAMPLES, INTRODUCTION, NEEDLE_EXAMPLES
 from msattn.trainer.evaluate.report.compare import ComparedRow, Comparison
 from msattn.trainer.evaluate.report.context import CPU_NOTE
-from msattn.trainer.evaluate.report.elements import figure, folded, table
-from msattn.trainer.evaluate.report.examples import examples
-from msattn.trainer.evaluate.report.tables import HEADINGS, caption
-from msattn.trainer.evaluate.report.tables import table as columns_of
-from msattn.trainer.evaluate.report.verdict import Verdict, verdict
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, phone_path
+from msattn.trainer.evaluate.report.tables import HEADINGS, caption, table
+from msattn.trainer.evaluate.report.verdict import columns, sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.methods.base import Method
 
 _FOLDER = files("msattn.trainer.evaluate.report")
 OWN_SECTIONS = ("tradeoff", "speed", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
 MANY_NOTES = 4  # more notes are folded
+MOST_NEEDLES = 2  # prompts with needles that are shown
+PROMPT_CHARACTERS = 700  # the end of a longer prompt is shown
+UNBROKEN_PERCENT = "\u00a0%"
+TEXT_COLUMNS = (
+    *("task", "method", "setting", "launched by", "answer", "key", "here", "there"),
+    *("quality", "best trained", "best untrained"),
+)
+THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
 
 
 def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], comparison: Comparison | None = None) -> str:
@@ -32,12 +41,13 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
     comparison : scores of another evaluation.
     """
     drawn = {name: figure(path, CAPTIONS[name]) for name, path in figures.items()}
+    lines = verdict(rows)
     sections = {
-        "Verdict": _verdict(verdict(rows)) + _notes(about["notes"]),
+        "Verdict": (html_table(columns(lines)) if lines else "") + _said(sentences(rows, lines)) + _notes(about["notes"]),
         "Speed beside quality": _timed("tradeoff", drawn, about),
         "Speed by length": _timed("speed", drawn, about),
         "Example answers": examples(rows),
-        "What attention reads": _reads(drawn),
+        "What attention reads": "\n".join(drawn[name] for name in ("recall_maps", "recall_decoded") if name in drawn),
         **({f"Compared with {comparison.title}": _comparison(comparison)} if comparison else {}),
         **_tasks(rows, drawn),
     }
@@ -61,14 +71,9 @@ def _section(heading: str, body: str) -> str:
     return f'<section id="{identifier}"><h2>{escape(heading)}</h2>\n{body}</section>'
 
 
-def _verdict(found: Verdict) -> str:
-    sentences = "".join(f"<p>{escape(_unbroken(sentence))}</p>" for sentence in found.sentences)
-    return (table(found.table()) if found.lines else "") + sentences
-
-
-def _unbroken(sentence: str) -> str:
-    """Returns a sentence in which no line breaks between a number and its percent sign."""
-    return sentence.replace(" %", "\u00a0%")
+def _said(sentences: list[str]) -> str:
+    """Returns paragraphs in which no line breaks between a number and its percent sign."""
+    return "".join(f"<p>{escape(sentence.replace(' %', UNBROKEN_PERCENT))}</p>" for sentence in sentences)
 
 
 def _facts(about: dict[str, Any]) -> str:
@@ -90,11 +95,6 @@ def _timed(name: str, drawn: dict[str, str], about: dict[str, Any]) -> str:
     return note + drawn[name] if name in drawn else ""
 
 
-def _reads(drawn: dict[str, str]) -> str:
-    found = [drawn[name] for name in ("recall_maps", "recall_decoded") if name in drawn]
-    return "\n".join(found)
-
-
 def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
     """Returns the heading and the figures and table of each task."""
     sections: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
         if own:
             pictures = [html for name, html in drawn.items() if name not in OWN_SECTIONS and name.split("_")[0] == task]
             introduction = f"<p>{INTRODUCTION}</p>" if task != "analysis" and not sections else ""
-            rendered = table(columns_of(own), bold=[row.method.is_trained for row in own])
+            rendered = html_table(table(own), bold=[row.method.is_trained for row in own])
             if task == "analysis":  # its figures say more than its many rows
                 rendered, pictures = "", [*pictures, folded(f"Table ({len(own)} rows)", rendered)]
             sections[caption(own)] = "\n".join([introduction, rendered, *pictures])
@@ -119,14 +119,14 @@ def _comparison(comparison: Comparison) -> str:
         scores += folded(f"Other methods ({len(others)} rows)", _scores(others), is_open=not main)
     unmatched = f"<p>{comparison.unmatched} rows are in one of the two evaluations only.</p>" if comparison.unmatched else ""
     here, there = ([values[side] for values in comparison.settings.values()] for side in (0, 1))
-    settings = table({"key": list(comparison.settings), "here": here, "there": there})
+    settings = html_table({"key": list(comparison.settings), "here": here, "there": there})
     differ = f"<p>Settings that differ:</p>{settings}" if comparison.settings else "<p>No setting differs.</p>"
     return f"{differ}\n{scores}{unmatched}"
 
 
 def _scores(rows: list[ComparedRow]) -> str:
     lines = [each.cells() for each in rows]
-    return table({name: [line[name] for line in lines] for name in lines[0]}) if lines else ""
+    return html_table({name: [line[name] for line in lines] for name in lines[0]}) if lines else ""
 
 
 def _provenance(about: dict[str, Any]) -> str:
@@ -142,3 +142,96 @@ def _provenance(about: dict[str, Any]) -> str:
     lines = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
     settings = f"<pre>{escape(json.dumps(about['config'], indent=2))}</pre>"
     return folded("Versions, hashes and configuration", f"<dl>{lines}</dl>{settings}")
+
+
+def examples(rows: list[EvalRow]) -> str:
+    """Returns the section's HTML; an empty string if no row has ``extra["examples"]``.
+
+    Each example is ``{"prompt": str, "expected": str, "answer": str, "correct": bool}``, and examples of one index have the
+    same prompt in all rows of a task and length. Without an expected answer, no answer is marked.
+    """
+    parts = []
+    for task in dict.fromkeys(row.task for row in rows if row.extra.get("examples")):
+        own = _one_row_per_method(row for row in rows if row.task == task and row.extra.get("examples"))
+        parts.append(f"<p>{EXAMPLES}{NEEDLE_EXAMPLES if task == 'needle' else ''}</p>")
+        prompts = list(zip(*(row.extra["examples"] for row in own), strict=True))
+        shown = sorted(prompts, key=_agreement)[:MOST_NEEDLES] if task == "needle" else prompts
+        parts += [_prompt(list(zip(own, answers, strict=True))) for answers in shown]
+    return "\n".join(parts)
+
+
+def _agreement(answers: tuple[dict[str, Any], ...]) -> float:
+    """Returns how far the methods agree on a prompt: 0 if half of them are right, 1 if all are right or all are wrong."""
+    right = sum(answer["correct"] for answer in answers) / len(answers)
+    return abs(2 * right - 1)
+
+
+def _one_row_per_method(rows: Iterable[EvalRow]) -> list[EvalRow]:
+    """Returns the row of each method with the longest prompts and the fewest keys read."""
+    best: dict[Method, EvalRow] = {}
+    for row in rows:
+        best[row.method] = min(best.get(row.method, row), row, key=_order)
+    return list(best.values())
+
+
+def _order(row: EvalRow) -> tuple[int, float]:
+    return -row.extra.get("length", 0), 1.0 if row.selectivity is None else row.selectivity
+
+
+def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
+    first = answers[0][1]
+    prompt, expected = first["prompt"], (first.get("expected") or "").strip()
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = f"… {prompt[-PROMPT_CHARACTERS:]}"
+    parts = prompt.split(expected) if expected else [prompt]
+    shown = f"<mark>{escape(expected)}</mark>".join(map(escape, parts))
+    answers_by_method = {
+        "method": [row.method.label for row, _ in answers],
+        "setting": [row.setting for row, _ in answers],
+        "answer": [f"{_mark(example, expected)}{example['answer']}" for _, example in answers],
+    }
+    wanted = f"<p>Expected answer: <mark>{escape(expected)}</mark></p>" if expected else ""
+    body = html_table(answers_by_method, bold=[row.method.is_trained for row, _ in answers])
+    return f'<blockquote>{shown}</blockquote>\n{wanted}\n<div class="answers">{body}</div>'
+
+
+def _mark(example: dict[str, Any], expected: str) -> str:
+    return ("✓ " if example["correct"] else "✗ ") if expected else ""
+
+
+def html_table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:
+    """Returns ``{column: cells}`` as a table that scrolls in its own box; ``bold`` marks rows."""
+    names = list(columns)
+    kinds = [' class="text"' if name in TEXT_COLUMNS else "" for name in names]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(names, kinds, strict=True))
+    lines = []
+    for number, cells in enumerate(zip(*columns.values(), strict=True)):
+        mark = ' class="trained"' if number < len(bold) and bold[number] else ""
+        lines.append(f"<tr{mark}>{''.join(f'<td{k}>{escape(c)}</td>' for c, k in zip(cells, kinds, strict=True))}</tr>")
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def figure(path: Path, explanation: str) -> str:
+    """Returns the SVG file beside the PNG file ``path``, inline and in the colours of the page, with its explanation (HTML).
+
+    A figure with a file for phones has both, of which the page shows one.
+    """
+    wide, phone = path.with_suffix(".svg"), phone_path(path)
+    shown = f'<div class="scroll">{_inline(wide)}</div>'
+    if phone.exists():
+        shown = f'<div class="scroll wide">{_inline(wide)}</div><div class="phone">{_inline(phone)}</div>'
+    return f"<figure>{shown}<figcaption>{explanation}</figcaption></figure>"
+
+
+def _inline(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    for color, variable in THEME.items():
+        drawing = drawing.replace(color.lower(), variable)
+    return drawing.replace("<svg", f'<svg role="img" aria-label="{escape(path.stem)}"', 1)
+
+
+def folded(summary: str, body: str, is_open: bool = False) -> str:
+    """Returns ``body`` (HTML) in a box that opens on a click."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{body}</details>"

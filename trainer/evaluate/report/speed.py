@@ -1,8 +1,17 @@
-"""The figure of speed: time to the first token and tokens per second of ``generate``, against the length."""
+"""Figures of speed: time to the first token with its parts, and tokens per second of ``generate``, against the length."""
 
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.evaluate.report.style import INK, is_of_one_prompt, row_title, subplots
+from msattn.trainer.evaluate.report.style import (
+    BLUE,
+    INK,
+    few_lines,
+    legend_under,
+    length_axis,
+    plot_line,
+    row_title,
+    subplots,
+)
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import Method
 
@@ -25,18 +34,17 @@ Line = list[tuple[int, float]]  # lengths and values
 
 def speed(rows: list[EvalRow]) -> "Figure | None":
     """Plots seconds to the first token and tokens per second after a cache against the length, one sequence each."""
-    own = [row for row in rows if is_of_one_prompt(row)]
+    own = [row for row in rows if row.is_of_one_prompt()]
     prompts, decoded = ([row for row in own if row.task == task] for task in ("latency", "decoding"))
     drawn = [each for each in ((prompts, "tokens of the prompt"), (decoded, "cached keys")) if each[0]]
     if not drawn:
         return None
     figure, panels = subplots(1, len(drawn), (5.75 * len(drawn), 5.2))
     for axes, (of_task, label) in zip(panels, drawn, strict=True):
-        _plot(axes, _dense_lines(of_task), _sparse_rows(of_task))
-        lengths = sorted({row.extra["length"] for row in of_task})
-        axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+        _plot(axes, _dense_lines(of_task), few_lines([row for row in of_task if not row.method.is_dense], MAX_LINES))
+        length_axis(axes, of_task, label)
         prefill = of_task is prompts
-        axes.set(xlabel=label, ylabel="seconds to the first token" if prefill else "tokens per second")
+        axes.set(ylabel="seconds to the first token" if prefill else "tokens per second")
         axes.set_title("time to the first token" if prefill else "decoding, one sequence")
     return figure
 
@@ -60,21 +68,10 @@ def _dense_lines(rows: list[EvalRow]) -> dict[str, Line]:
     return lines
 
 
-def _sparse_rows(rows: list[EvalRow]) -> list[EvalRow]:
-    """Returns the rows of sparse attention; with many lines, of each method in its setting that reads the fewest keys."""
-    sparse = [row for row in rows if not row.method.is_dense]
-    reads = {(row.method, row.setting): row.selectivity or 0.0 for row in sparse}
-    if len(reads) <= MAX_LINES:
-        return sparse
-    ordered = sorted(reads, key=lambda line: reads[line], reverse=True)
-    fewest = dict(ordered)  # the last setting of a method
-    return [row for row in sparse if row.setting == fewest[row.method]]
-
-
 def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
     """Plots lines on logarithmic axes with a legend below them."""
     for number, (name, points) in enumerate(dense.items()):
-        axes.plot(*zip(*sorted(points), strict=True), label=name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
+        plot_line(axes, points, name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
     lines: dict[tuple[Method, str], list[EvalRow]] = {}
     for row in sparse:
         lines.setdefault((row.method, row.setting), []).append(row)
@@ -83,11 +80,10 @@ def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
         style: dict[str, Any] = {"color": COLORS[number % 6], "marker": MARKERS[number % 6], "linewidth": 1.8, "markersize": 5}
         if one_of_each and method.style:
             style = method.line
-        values = sorted((row.extra["length"], row.score) for row in points)
-        axes.plot(*zip(*values, strict=True), label=row_title(points[0]), **style)
-    axes.set(xscale="log", yscale="log")
+        plot_line(axes, [(row.extra["length"], row.score) for row in points], row_title(points[0]), **style)
+    axes.set_yscale("log")
     _value_ticks(axes)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    legend_under(axes, 2)
 
 
 def _value_ticks(axes: "Axes") -> None:
@@ -98,3 +94,53 @@ def _value_ticks(axes: "Axes") -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high > 10 * low else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()
+
+
+def latency(rows: list[EvalRow]) -> "Figure | None":
+    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length.
+
+    With many methods, each is plotted in its setting that reads the fewest keys.
+    """
+    rows = few_lines([row for row in rows if row.is_of_one_prompt()], 2 * MAX_LINES)
+    if not rows:
+        return None
+    figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
+    lengths = sorted({row.extra["length"] for row in rows})
+    _plot_speedups(speedup, rows)
+    _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
+    parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
+    return figure
+
+
+def _plot_speedups(axes: "Axes", rows: list[EvalRow]) -> None:
+    """Plots dense over sparse time against the length, one line for each method and setting."""
+    lines: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        if row.setting and row.ratio_to_dense:
+            lines.setdefault(row_title(row), []).append(row)
+    for number, (name, points) in enumerate(lines.items()):
+        speedups = [1 / (row.ratio_to_dense or 1.0) for row in points]
+        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "o"}
+        axes.plot([row.extra["length"] for row in points], speedups, label=name, **style)
+    axes.axhline(1, color=INK, linewidth=0.8)
+    axes.set(ylabel="speed-up over the fastest dense attention")
+    length_axis(axes, rows)
+    if lines:
+        legend_under(axes, 2)
+
+
+def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
+    """Plots stacked bars of the seconds in attention, in block selection and in the rest of the model."""
+    attention = [row.extra["attention_s"] for row in rows]
+    selection = [row.extra["selection_s"] for row in rows]
+    rest = [max(0.0, row.score - a - s) for row, a, s in zip(rows, attention, selection, strict=True)]
+    left = [0.0] * len(rows)
+    for part, color, widths in (
+        ("attention", BLUE, attention),
+        ("block selection", "#D55E00", selection),
+        ("rest of the model", "#CCCCCC", rest),
+    ):
+        axes.barh([row_title(row) for row in rows], widths, left=left, label=part, color=color)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(frameon=False, fontsize=9)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.methods.base import Method
@@ -18,11 +18,6 @@ KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of 
 RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
 PHONE_WIDTH = 4.6  # inches of a figure that a phone shows in its whole width
 HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing
-
-
-def is_of_one_prompt(row: EvalRow) -> bool:
-    """Returns False for rows of several sequences, of chunked prefill and of tokens after cached ones."""
-    return row.extra.get("batch", 1) == 1 and not row.extra.get("situation")
 
 
 def row_title(row: EvalRow) -> str:
@@ -57,6 +52,26 @@ def by_method(rows: Iterable[EvalRow]) -> list[tuple[Method, list[EvalRow]]]:
     for row in rows:
         groups.setdefault(row.method, []).append(row)
     return list(groups.items())
+
+
+def few_lines(rows: list[EvalRow], most: int) -> list[EvalRow]:
+    """Returns the rows of at most ``most`` lines, or those of each method in its setting that reads the fewest keys."""
+    lines = {(row.method, row.setting): row.selectivity or 0.0 for row in rows}
+    if len(lines) <= most:
+        return rows
+    fewest = {method: min((keys, setting) for (each, setting), keys in lines.items() if each == method) for method, _ in lines}
+    return [row for row in rows if row.setting == fewest[row.method][1]]
+
+
+def longest(rows: list[EvalRow]) -> list[EvalRow]:
+    """Returns the rows of the longest prompts."""
+    length = max((row.extra.get("length", 0) for row in rows), default=0)
+    return [row for row in rows if row.extra.get("length", 0) == length]
+
+
+def at_most(most: int, numbers: range) -> list[int]:
+    """Returns at most ``most`` of ``numbers``, evenly spaced."""
+    return list(numbers[:: max(1, -(-len(numbers) // most))])
 
 
 def subplots(
@@ -101,7 +116,7 @@ def stack_panels(figure: "Figure") -> None:
     for number, axes in enumerate(panels):
         axes.set_subplotspec(stacked[number])
         if axes.get_legend() is not None:
-            axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=1)
+            legend_under(axes, 1)
     figure.set_size_inches(PHONE_WIDTH, height * len(panels))
     for legend in figure.legends[:]:
         labels, handles = [text.get_text() for text in legend.get_texts()], [each for each in legend.legend_handles if each]
@@ -118,6 +133,17 @@ def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: li
         bars.set_alpha(0.5)
 
 
+def plot_line(axes: "Axes", points: Iterable[tuple[float, float]], label: str, **style: Any) -> None:
+    """Plots points in the order of x; nothing if there are none."""
+    if ordered := sorted(points):
+        axes.plot(*zip(*ordered, strict=True), label=label, **style)
+
+
+def legend_under(axes: "Axes", columns: int) -> None:
+    """Adds the legend of ``axes`` below them."""
+    axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns)
+
+
 def legend_outside(figure: "Figure", axes: "Axes") -> None:
     """Adds the legend of ``axes`` to the right of all panels."""
     handles, labels = axes.get_legend_handles_labels()
@@ -128,6 +154,14 @@ def legend_below(figure: "Figure", panels: "list[Axes]") -> None:
     """Adds one legend of all ``panels`` below them."""
     labelled = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+
+
+def length_axis(axes: "Axes", rows: list[EvalRow], label: str = "tokens of the prompt") -> None:
+    """Makes the x axis a logarithmic one of the rows' lengths."""
+    lengths = sorted({row.extra["length"] for row in rows})
+    axes.set(xscale="log", xlabel=label)
+    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
+    axes.minorticks_off()
 
 
 def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:

@@ -1,10 +1,9 @@
-"""Tables of rows: the cells for terminal and page, and the layout for the terminal."""
+"""Tables of rows: the cells for terminal and page, and the layout for the terminal, where no number is cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.report.terminal import fitting, with_columns
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -36,6 +35,98 @@ OPTIONAL_COLUMNS = (
     *("same top", "KL", "vs dense, 95 %", "vs dense"),
 )
 
+SECONDS = "seconds"  # as milliseconds below one second
+COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")  # intervals of comparisons with dense attention
+
+# The columns of each task: the field of a row or of its ``extra``, and its format.
+TOKENS = {"tokens": ("length", "{:,}")}
+SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
+PERPLEXITY = {
+    "perplexity": ("score", "{:.3f}"),
+    "vs dense": ("ratio_to_dense", "{:.4f}"),
+    "95 % interval": ("ratio_interval", "{:.4f}"),
+    "KL": ("kl_divergence", "{:.4f}"),
+    "KL, 95 %": ("kl_interval", "{:.4f}"),
+    "same top": ("same_top", "{:.1%}"),
+    "same top, 95 %": ("same_top_interval", "{:.1%}"),
+    "bits per byte": ("bits_per_byte", "{:.3f}"),
+}
+TASK_COLUMNS = {
+    "perplexity": PERPLEXITY,
+    "recall": {
+        "mass read": ("score", "{:.1%}"),
+        "95 % interval": ("interval", "{:.1%}"),
+        "output error": ("output_error", "{:.4f}"),
+    },
+    "needle": TOKENS
+    | {
+        "found": ("score", "{:.1%}"),
+        "95 % interval": ("interval", "{:.0%}"),
+        "vs dense": ("ratio_to_dense", "{:.3f}"),
+    },
+    "documents": TOKENS | PERPLEXITY,
+    "ruler": TOKENS
+    | {
+        "average": ("score", "{:.1%}"),
+        "95 % interval": ("interval", "{:.0%}"),
+        "vs dense": ("ratio_to_dense", "{:.3f}"),
+        "vs dense, 95 %": ("ratio_interval", "{:.3f}"),
+        **{task: (task, "{:.1%}") for task in RULER_TASKS},
+    },
+    "harness": {"benchmark": ("benchmark", "{}")}
+    | TOKENS
+    | {
+        "metric": ("score_name", "{}"),
+        "score": ("score", "{:.3f}"),
+        "95 % interval": ("interval", "{:.3f}"),
+        "vs dense": ("ratio_to_dense", "{:.3f}"),
+    },
+    "prompts": {
+        "as expected": ("score", "{:.1%}"),
+        "95 % interval": ("interval", "{:.0%}"),
+        "tokens as dense": ("same_as_dense", "{:.1%}"),
+    },
+    "analysis": {
+        "measure": ("score_name", "{}"),
+        "value": ("score", "{:.3f}"),
+        "output error": ("output_error", "{:.4f}"),
+        "imbalance": ("imbalance", "{:.2f}"),
+    },
+    "latency": TOKENS
+    | {"first token": ("score", SECONDS)}
+    | SPEEDUPS
+    | {
+        "selection": ("selection_share", "{:.1%}"),
+        "attention": ("attention_share", "{:.1%}"),
+        "break-even": ("break_even", "{:,}"),
+    },
+    "decoding": {
+        "launched by": ("launched_by", "{}"),
+        "batch": ("batch", "{}"),
+        "keys": ("length", "{:,}"),
+        "tokens/s": ("score", "{:.4g}"),
+    }
+    | SPEEDUPS,
+    "throughput": {
+        "requests": ("batch", "{}"),
+        "prompt": ("length", "{:,}"),
+        "tokens/s": ("score", "{:.4g}"),
+    }
+    | SPEEDUPS
+    | {"first token": ("first_token_p50_s", SECONDS), "99 %": ("first_token_p99_s", SECONDS)},
+}
+COMMON_COLUMNS = {
+    "sparsity": ("sparsity", "{:.1%}"),
+    "keys read": ("selectivity", "{:.1%}"),
+    "recall": ("recall", "{:.1%}"),
+    "latency": ("latency_s", SECONDS),
+    "peak memory": ("peak_memory_mb", "{:,.0f} MiB"),
+}
+SHOWN_OTHERWISE = {"recall": ("recall", "analysis"), "latency": ("latency", "decoding", "throughput")}  # in these tasks
+
+PADDING = 3  # characters between two columns; the two edges have a space each, together one less
+TEXT_WIDTH = 14  # characters of a column of text, whose longer cells wrap before columns go
+
 
 def caption(rows: list[EvalRow]) -> str:
     """Returns the heading of a task's table, with the number and length of its samples."""
@@ -47,159 +138,26 @@ def caption(rows: list[EvalRow]) -> str:
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
+    task = rows[0].task
     columns = {"method": [row.method.label for row in rows], "setting": [row.setting for row in rows]}
-    columns |= TASK_COLUMNS[rows[0].task](rows)
-    columns |= {
-        "sparsity": [_percent(row.sparsity) for row in rows],
-        "keys read": [_percent(row.selectivity) for row in rows],
-        "recall": [_percent(row.recall) if row.task not in ("recall", "analysis") else "" for row in rows],
-        "latency": [_seconds(row.latency_s) if row.task not in ("latency", "decoding", "throughput") else "" for row in rows],
-        "peak memory": [f"{row.peak_memory_mb:,.0f} MiB" if row.peak_memory_mb is not None else "" for row in rows],
-    }
+    common = {name: cell for name, cell in COMMON_COLUMNS.items() if task not in SHOWN_OTHERWISE.get(name, ())}
+    for name, (key, form) in (TASK_COLUMNS[task] | common).items():
+        if name == SPEEDUP:
+            speedups = dict.fromkeys(each for row in rows for each in row.extra if each.startswith(key))
+            columns |= {name + each.removeprefix(key): [_cell(row, each, form) for row in rows] for each in speedups}
+        else:
+            columns[name] = [_cell(row, key, form) for row in rows]
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
-def _perplexity(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "perplexity": [f"{row.score:.3f}" for row in rows],
-        "vs dense": [f"{row.ratio_to_dense:.4f}" for row in rows],
-        "95 % interval": ["" if row.method.is_dense else _interval(row.extra["ratio_interval"], "{:.4f}") for row in rows],
-        "KL": [f"{row.extra['kl_divergence']:.4f}" for row in rows],
-        "KL, 95 %": ["" if row.method.is_dense else _interval(row.extra["kl_interval"], "{:.4f}") for row in rows],
-        "same top": [_percent(row.extra["same_top"]) for row in rows],
-        "same top, 95 %": ["" if row.method.is_dense else _interval(row.extra["same_top_interval"], "{:.1%}") for row in rows],
-        "bits per byte": [f"{row.extra['bits_per_byte']:.3f}" for row in rows],
-    }
-
-
-def _documents(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {"tokens": [f"{row.extra['length']:,}" for row in rows], **_perplexity(rows)}
-
-
-def _recall(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "mass read": [_percent(row.score) for row in rows],
-        "95 % interval": [_interval(row.interval, "{:.1%}") for row in rows],
-        "output error": [f"{row.extra['output_error']:.4f}" for row in rows],
-    }
-
-
-def _needle(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "tokens": [f"{row.extra['length']:,}" for row in rows],
-        "found": [_percent(row.score) for row in rows],
-        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
-        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
-    }
-
-
-def _ruler(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "tokens": [f"{row.extra['length']:,}" for row in rows],
-        "average": [_percent(row.score) for row in rows],
-        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
-        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
-        "vs dense, 95 %": [_interval(row.extra["ratio_interval"], "{:.3f}") for row in rows],
-        **{task: [_percent(row.extra.get(task)) for row in rows] for task in RULER_TASKS},
-    }
-
-
-def _harness(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "benchmark": [row.extra["benchmark"] for row in rows],
-        "tokens": [f"{row.extra['length']:,}" if "length" in row.extra else "" for row in rows],
-        "metric": [row.score_name for row in rows],
-        "score": [f"{row.score:.3f}" for row in rows],
-        "95 % interval": [_interval(row.interval, "{:.3f}") for row in rows],
-        "vs dense": [f"{row.ratio_to_dense:.3f}" if row.ratio_to_dense is not None else "" for row in rows],
-    }
-
-
-def _prompts(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "as expected": [_percent(row.score) for row in rows],
-        "95 % interval": [_interval(row.interval, "{:.0%}") for row in rows],
-        "tokens as dense": [_percent(row.extra["same_as_dense"]) for row in rows],
-    }
-
-
-def _analysis(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "measure": [row.score_name for row in rows],
-        "value": [f"{row.score:.3f}" for row in rows],
-        "output error": [f"{row.extra['output_error']:.4f}" if "output_error" in row.extra else "" for row in rows],
-        "imbalance": [f"{row.extra['imbalance']:.2f}" if "imbalance" in row.extra else "" for row in rows],
-    }
-
-
-def _latency(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "tokens": [f"{row.extra['length']:,}" for row in rows],
-        "first token": [_seconds(row.score) for row in rows],
-        **_speedups(rows),
-        "selection": [_percent(row.extra["selection_share"]) for row in rows],
-        "attention": [_percent(row.extra["attention_share"]) for row in rows],
-        "break-even": [f"{row.extra['break_even']:,}" if row.extra["break_even"] else "" for row in rows],
-    }
-
-
-def _decoding(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "launched by": [row.extra["launched_by"] for row in rows],
-        "batch": [f"{row.extra['batch']}" for row in rows],
-        "keys": [f"{row.extra['length']:,}" for row in rows],
-        "tokens/s": [f"{row.score:.4g}" for row in rows],
-        **_speedups(rows),
-    }
-
-
-def _throughput(rows: list[EvalRow]) -> dict[str, list[str]]:
-    return {
-        "requests": [f"{row.extra['batch']}" for row in rows],
-        "prompt": [f"{row.extra['length']:,}" for row in rows],
-        "tokens/s": [f"{row.score:.4g}" for row in rows],
-        **_speedups(rows),
-        "first token": [_seconds(row.extra["first_token_p50_s"]) for row in rows],
-        "99 %": [_seconds(row.extra["first_token_p99_s"]) for row in rows],
-    }
-
-
-def _speedups(rows: list[EvalRow]) -> dict[str, list[str]]:
-    """Returns a column of speed-ups over each dense method."""
-    keys = dict.fromkeys(key for row in rows for key in row.extra if key.startswith("times_"))
-    return {
-        f"{SPEEDUP}{key.removeprefix('times_')}": [f"{row.extra[key]:.2f}" if key in row.extra else "" for row in rows]
-        for key in keys
-    }
-
-
-TASK_COLUMNS: dict[str, Callable[[list[EvalRow]], dict[str, list[str]]]] = {
-    "perplexity": _perplexity,
-    "recall": _recall,
-    "needle": _needle,
-    "documents": _documents,
-    "ruler": _ruler,
-    "harness": _harness,
-    "prompts": _prompts,
-    "analysis": _analysis,
-    "latency": _latency,
-    "decoding": _decoding,
-    "throughput": _throughput,
-}
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
+def _cell(row: EvalRow, key: str, form: str) -> str:
+    """Returns a field of a row or of its ``extra`` as text; empty if there is none, or it compares dense with itself."""
+    value = row.extra.get(key) if key in row.extra else getattr(row, key, None)
+    if value is None or (key in COMPARED and row.method.is_dense):
         return ""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _interval(bounds: Sequence[float] | None, form: str) -> str:
-    return "" if bounds is None else f"{form.format(bounds[0])} – {form.format(bounds[1])}"
+    if form == SECONDS:
+        return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    return " – ".join(form.format(bound) for bound in value) if isinstance(value, tuple | list) else form.format(value)
 
 
 def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
@@ -223,3 +181,38 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
         shown.add_row("" if group == before else method, *cells, style="bold" if row.method.is_trained else None)
         before = group
     return shown
+
+
+def fitting(
+    columns: dict[str, list[str]], width: int, text: Collection[str], optional: Iterable[Collection[str]]
+) -> dict[str, list[str]]:
+    """Returns the ``{header: cells}`` that fit ``width`` characters.
+
+    If they do not, headers break at their spaces and the columns of ``text`` wrap, then the groups of ``optional`` headers go,
+    in this order.
+    """
+    room = width + 1
+    if sum(PADDING + max(map(len, [header, *cells])) for header, cells in columns.items()) <= room:
+        return columns
+    broken = {header.replace(" ", "\n").replace("\n%", " %"): cells for header, cells in columns.items()}
+    for names in optional:
+        if sum(PADDING + _least_width(header, cells, header in text) for header, cells in broken.items()) > room:
+            broken = {header: cells for header, cells in broken.items() if header.replace("\n", " ") not in names}
+    return broken
+
+
+def with_columns(title: str, headers: Sequence[str], text: Collection[str]) -> "Table":
+    """Returns a table without rows. In a terminal that is still too narrow the columns of ``text`` wrap, numbers do not."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for header in headers:
+        is_text = header in text
+        table.add_column(header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom")
+    return table
+
+
+def _least_width(header: str, cells: list[str], is_text: bool) -> int:
+    whole = max(map(len, [*header.split("\n"), *cells]))
+    return max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())]) if is_text else whole
