@@ -1,4 +1,4 @@
-"""What compared methods need from training text: thresholds, spans, and numbers of probes that read a share of the keys."""
+"""Measurements on training text that compared methods need: thresholds, spans, numbers of probes for a share of the keys."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What every task of an evaluation gets, and rows that are written as they are measured, so that ``resume=true`` continues."""
+"""A task's model, methods and progress, and its rows, written as they are measured, so that ``resume=true`` continues."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -102,7 +102,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What a task of an evaluation works with; ``kept`` are the rows that an interrupted evaluation measured."""
+    """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured before an interruption."""
 
     loaded: "Loaded"
     cfg: EvalRunConfig

@@ -264,7 +264,7 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
         "buckets of k-means, RoPE",
         "mass in top keys",
         "mass in top blocks",
-        *(WINDOW, "exact top keys", "random keys", "classifier", "k-means", "k-means, RoPE", "k-means, 8 buckets"),
+        *(str(WINDOW), "exact top keys", "random keys", "classifier", "k-means", "k-means, RoPE", "k-means, 8 buckets"),
     }
     exact = [row for row in rows if row["method"] == "exact top keys"]
     assert [row["score"] for row in exact] == sorted(row["score"] for row in exact)

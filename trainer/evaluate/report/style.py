@@ -59,8 +59,8 @@ def few_lines(rows: list[EvalRow], most: int) -> list[EvalRow]:
     lines = {(row.method, row.setting): row.selectivity or 0.0 for row in rows}
     if len(lines) <= most:
         return rows
-    fewest = {method: min((keys, setting) for (each, setting), keys in lines.items() if each == method) for method, _ in lines}
-    return [row for row in rows if row.setting == fewest[row.method][1]]
+    fewest = dict(sorted(lines, key=lambda line: lines[line], reverse=True))  # the last setting of a method
+    return [row for row in rows if row.setting == fewest[row.method]]
 
 
 def longest(rows: list[EvalRow]) -> list[EvalRow]:

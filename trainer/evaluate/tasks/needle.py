@@ -31,8 +31,8 @@ from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
-from msattn.trainer.evaluate.tasks.perplexity import logits
 from msattn.trainer.methods.base import Method
+from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
@@ -237,7 +237,7 @@ def prefill_samples(
         with cost(loaded.model.device) as spent:
             hidden = [read(ids[:, :tokens])[:, -samples.longest :]]
         hidden += [read(id) for id in ids[:, tokens:-1].split(1, 1) if id.numel()]
-        predicted[rows] = logits(loaded, torch.cat(hidden, dim=1)[:, -samples.longest :]).argmax(-1).cpu()
+        predicted[rows] = output_logits(loaded.model, torch.cat(hidden, dim=1)[:, -samples.longest :]).argmax(-1).cpu()
         seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
         advance()
     sparsity = sparse.stats()["sparsity"] if sparse else 0.0
@@ -267,7 +267,7 @@ def decode_samples(
                 read = sparse.stats()["selectivity"]  # None if every layer is dense
                 selectivity[label] += (1.0 if read is None else read) * share
             cache.crop(-steps.shape[1])
-            predicted[label].append(logits(loaded, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
+            predicted[label].append(output_logits(loaded.model, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
             seconds[label] += spent.seconds / steps.shape[1] * share
             peaks[label] = max(peaks[label], spent.peak_mb)
             advance()

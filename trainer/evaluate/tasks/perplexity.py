@@ -118,11 +118,6 @@ def prefill(loaded: "Loaded", input_ids: Tensor) -> Tensor:
     return tap.run_backbone(loaded.model, ids)
 
 
-def logits(loaded: "Loaded", hidden: Tensor) -> Tensor:
-    """Applies the model's head to ``hidden [..., hidden]``: ``[..., vocabulary]``."""
-    return output_logits(loaded.model, hidden)
-
-
 class TokenScores(NamedTuple):
     """Loss, KL divergence from dense attention (both in nats) and equality of the most likely token, fp32 ``[tokens]`` each."""
 
@@ -146,12 +141,12 @@ def token_scores(loaded: "Loaded", hidden: Tensor, input_ids: Tensor, dense: Ten
     for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):
         rows = slice(begin, min(begin + LOGIT_ROWS, len(input_ids) - 1))
         targets = input_ids[1:][rows].to(hidden.device)
-        own = logits(loaded, hidden[0, rows]).float().log_softmax(-1)
+        own = output_logits(loaded.model, hidden[0, rows]).float().log_softmax(-1)
         losses = -own.gather(-1, targets[:, None])[:, 0]
         if dense is None:
             pieces.append(TokenScores(losses, torch.zeros_like(losses), torch.ones_like(losses)))
             continue
-        expected = logits(loaded, dense[0, rows].to(hidden.device)).float().log_softmax(-1)
+        expected = output_logits(loaded.model, dense[0, rows].to(hidden.device)).float().log_softmax(-1)
         agreements = (own.argmax(-1) == expected.argmax(-1)).float()
         divergences = own.sub_(expected).mul_(expected.exp_()).sum(-1).neg_()
         pieces.append(TokenScores(losses, divergences, agreements))

@@ -1,4 +1,4 @@
-"""What the tasks of speed share: caches of random keys, untrained artifacts, and ratios to dense attention."""
+"""Common parts of the tasks of speed: caches of random keys, untrained artifacts, and ratios to dense attention."""
 
 from collections.abc import Mapping
 from dataclasses import replace
