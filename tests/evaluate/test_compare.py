@@ -10,6 +10,7 @@ from rich.console import Console
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report import compare
+from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report.context import Context, context
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow
@@ -71,6 +72,19 @@ def test_batches_are_compared_apart(earlier: str) -> None:
     assert [(each.cells()["task"], each.cells()["difference"]) for each in found.rows] == [
         ("decoding, 4,096", "+25.0 %"), ("decoding, 4,096, batch 6", "+25.0 %")
     ]  # fmt: skip
+
+
+def test_a_table_of_all_evaluations_of_a_sweep(earlier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / name / "eval" for name in ("one", "two")]
+    for folder, score in zip(folders, (0.9, 0.7), strict=True):
+        folder.mkdir(parents=True)
+        report.write(folder, [ROWS[0], replace(ROWS[1], score=score), ROWS[2]], about(1))
+    assert compare.tabulate(folders) == tmp_path / "sweep.csv"
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("gate", "90.0%", "70.0%"))
+    assert "quest" not in shown, "only trained methods"
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 2 * 3
+    assert compare.tabulate(folders[:1] * 2) is None
 
 
 def test_differences_have_the_units_of_their_task() -> None:

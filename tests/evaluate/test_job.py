@@ -12,8 +12,7 @@ from msattn.trainer import models
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.haystack import texts_hash
-from msattn.trainer.evaluate.job import PartialRows
+from msattn.trainer.evaluate.job import PartialRows, texts_hash
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import needle, perplexity, ruler

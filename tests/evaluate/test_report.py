@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.page import examples, page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
 

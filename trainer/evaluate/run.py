@@ -55,19 +55,19 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, haystack, methods
-    from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
+    from msattn.trainer.evaluate import calibration, methods
+    from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
     from msattn.trainer.evaluate.tasks import harness_tasks
     from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
-    if cfg.data.source is None and haystack.reads_data(cfg):
+    if cfg.data.source is None and reads_data(cfg):
         library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
         print_once(f"eval reads {library}, as no text was chosen; --data FILE_OR_FOLDER names one's own")
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    haystack.check_texts(cfg)
+    check_texts(cfg)
     found = methods.find_methods(cfg, loaded, loaded.model.device)
     found = methods.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
@@ -104,15 +105,9 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
 
 def show(comparison: Comparison, console: "Console") -> None:
     """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
-    from rich import box
-    from rich.table import Table
-
     console.print(f"Compared with {comparison.title}", style="bold", markup=False, highlight=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    lines = [each.cells() for each in comparison.main()]
-    if lines:
-        for name in lines[0]:
-            table.add_column(name, justify="left" if name in ("task", "method", "setting") else "right")
+    if lines := [each.cells() for each in comparison.main()]:
+        table = with_columns(None, list(lines[0]), ("task", "method", "setting"))
         for line in lines:
             table.add_row(*line.values())
         console.print(table)

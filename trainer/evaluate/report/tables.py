@@ -201,7 +201,7 @@ def fitting(
     return broken
 
 
-def with_columns(title: str, headers: Sequence[str], text: Collection[str]) -> "Table":
+def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> "Table":
     """Returns a table without rows. In a terminal that is still too narrow the columns of ``text`` wrap, numbers do not."""
     from rich import box
     from rich.table import Table

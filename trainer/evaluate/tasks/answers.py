@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 
 if TYPE_CHECKING:

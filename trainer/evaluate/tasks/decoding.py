@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.bench.timing import graphed, time_ms
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.timing import (
     ALWAYS_DENSE,
     TRANSFORMERS,
+    cost,
     random_cache,
     random_dynamic_cache,
     speedups,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, shares_read
 from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
+from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
 

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import LatencyConfig, SelectConfig
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.timing import random_cache, untrained_gate, with_growing_layers
+from msattn.trainer.evaluate.tasks.timing import cost, random_cache, untrained_gate, with_growing_layers
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap

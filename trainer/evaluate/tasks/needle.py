@@ -24,13 +24,12 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import haystack
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import wilson
-from msattn.trainer.evaluate.job import Job, Measurement
+from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
+from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
@@ -173,7 +172,7 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
 def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
     """Returns the tokens of the documents in which the needles are hidden, concatenated."""
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
-    tokens = data.encode(haystack.documents(cfg.data, cfg.eval.needle.haystack), tokenizer, at_least=enough)
+    tokens = data.encode(haystack(cfg.data, cfg.eval.needle.haystack), tokenizer, at_least=enough)
     return torch.from_numpy(tokens.astype(np.int64))
 
 

@@ -19,11 +19,11 @@ from msattn.trainer import data
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
 

@@ -19,9 +19,8 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import haystack
 from msattn.trainer.evaluate.intervals import stratified_interval
-from msattn.trainer.evaluate.job import Job, Measurement
+from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
@@ -74,7 +73,7 @@ def _measure(
 
 def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
     """Returns the text of ``eval.ruler.haystack``, or the held-out documents."""
-    text = " ".join(each.text for each in haystack.documents(cfg.data, cfg.eval.ruler.haystack))
+    text = " ".join(each.text for each in haystack(cfg.data, cfg.eval.ruler.haystack))
     try:
         return ruler.Haystack.from_text(text)
     except ValueError as error:

@@ -18,12 +18,11 @@ import torch
 from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
-from msattn.trainer.evaluate.cost import cost
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.answers import MethodSetting
-from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, speedups, untrained_gate, untrained_router
+from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, speedups, untrained_gate, untrained_router
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config

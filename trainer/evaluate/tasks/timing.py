@@ -1,7 +1,12 @@
-"""Common parts of the tasks of speed: caches of random keys, untrained artifacts, and ratios to dense attention."""
+"""Seconds and memory of a block of code, and common parts of the tasks of speed: caches of random keys, untrained artifacts."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +26,46 @@ if TYPE_CHECKING:
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
 TRANSFORMERS = DENSE.of("transformers")
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+@dataclass
+class Cost:
+    """Wall-clock ``seconds``, and ``peak_mb``: peak MiB of CUDA allocations, or of the process's resident memory on a CPU."""
+
+    seconds: float = 0.0
+    peak_mb: float = 0.0
+
+
+@contextmanager
+def cost(device: torch.device) -> Iterator[Cost]:
+    """Measures the body, including the device work that it launches and excluding work launched before."""
+    measured = Cost()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _reset_peak_resident()
+    begin = time.perf_counter()
+    yield measured
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    measured.seconds = time.perf_counter() - begin
+    measured.peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _peak_resident_mb()
+
+
+def _reset_peak_resident() -> None:
+    if CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")  # Linux: resets the peak of resident memory (man 5 proc)
+
+
+def _peak_resident_mb() -> float:
+    if STATUS.exists():
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # elsewhere: the peak since the process started
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_tokens: int, seed: int) -> "Cache":
