@@ -95,7 +95,9 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     text_of_chunks = replace(cfg.data, cache=str(tmp_path), seq_len=256)
     cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", block_size=16))
     passes = []
-    monkeypatch.setattr(calibration, "calibrate", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys))
+    monkeypatch.setattr(
+        calibration, "calibrate_blocks", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys)
+    )
 
     def calibrated(cfg: EvalRunConfig) -> dict[str, methods.BlockSelectionMethod]:
         found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)

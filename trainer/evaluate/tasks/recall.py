@@ -58,9 +58,9 @@ class MethodRecall:
     def as_row(self, method: Method, setting: str, length: int) -> EvalRow:
         """Returns the means over layers, heads and chunks of ``length`` tokens; ``extra`` holds the values of each head."""
         layers = sorted(self.by_layer)
-        recall = torch.stack([torch.stack([chunk.recall for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
-        error = torch.stack([torch.stack([chunk.error for chunk in self.by_layer[layer]]) for layer in layers]).cpu()
-        share = torch.stack([chunk.share for layer in layers for chunk in self.by_layer[layer]]).mean().item()
+        of_layers = [[torch.stack(parts).cpu() for parts in zip(*self.by_layer[layer], strict=True)] for layer in layers]
+        recall, error, shares = (torch.stack(parts) for parts in zip(*of_layers, strict=True))  # [layers, chunks, Hq]
+        share = shares.mean().item()
         spread = mean_interval(recall.double().mean((0, 2)).tolist())
         return EvalRow(
             task="recall",
