@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     )
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
-    from msattn.trainer.attach import attach, disable, enable, load
     from msattn.trainer.config import SelectConfig
     from msattn.trainer.errors import UserError
+    from msattn.trainer.serving.attach import attach, disable, enable, load
 
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | {
     "SelectConfig": "msattn.trainer.config",
     "UserError": "msattn.trainer.errors",
-    "attach": "msattn.trainer.attach",
-    "disable": "msattn.trainer.attach",
-    "enable": "msattn.trainer.attach",
-    "load": "msattn.trainer.attach",
+    "attach": "msattn.trainer.serving.attach",
+    "disable": "msattn.trainer.serving.attach",
+    "enable": "msattn.trainer.serving.attach",
+    "load": "msattn.trainer.serving.attach",
 }
 __all__ = [  # noqa: RUF022  # operations last
     "SelectConfig",

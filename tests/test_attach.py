@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 import msattn
 from msattn.trainer import artifacts
-from msattn.trainer.attach import Sparse, attach, load
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
@@ -24,6 +23,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.serving.attach import Sparse, attach, load
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 

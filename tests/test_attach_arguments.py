@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import msattn
 from msattn.trainer.artifacts import SHIPPED, find
-from msattn.trainer.attach import Sparse
 from msattn.trainer.config.select import SCORES, select_config
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving import build
+from msattn.trainer.serving.attach import Sparse
 from tests.factory import random_tokens, tiny_model
 
 

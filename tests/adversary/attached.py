@@ -18,7 +18,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.tap import NotCopied
-from msattn.trainer.serving.cache import install_layers
+from msattn.trainer.serving.cache.install import install_layers
 from tests.factory import left_padded, random_tokens, tiny_config, tiny_model
 
 BLOCK, BUCKETS, LAYERS, VOCABULARY, LENGTH = 16, 6, 2, 128, 40

@@ -17,8 +17,8 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.artifacts import SHIPPED, content_hash
 from msattn.trainer.artifacts.manifest import checksum, describe_tensor
-from msattn.trainer.attach import attach, load
 from msattn.trainer.config import ModelConfig
+from msattn.trainer.serving.attach import attach, load
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
 from tests.adversary.tries import Tries, spread
 

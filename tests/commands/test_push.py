@@ -15,11 +15,11 @@ import torch
 import yaml
 
 from msattn.trainer.artifacts import SHIPPED, read
-from msattn.trainer.attach import attach, load
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.serving.attach import attach, load
 from tests.factory import tiny_model
 from tests.hub_server import CUT, READER, TOKEN, Hub
 from tests.running import exit_code

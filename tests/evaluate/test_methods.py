@@ -10,7 +10,6 @@ import torch
 
 from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
-from msattn.trainer.attach import attach
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig, TopKConfig
 from msattn.trainer.evaluate import calibration, methods
@@ -21,6 +20,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.loading import LOADERS
 from tests.evaluate.runs import config
 

@@ -34,8 +34,8 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 OF_EXTRAS = (
-    "trainer.serving.vllm.backend",  # its classes derive from vLLM's; only vLLM imports it
-    *(f"trainer.serving.http.{name}" for name in ("app", "metrics", "supervisor")),  # only msattn serve imports them
+    "trainer.serving.engines.vllm.backend",  # its classes derive from vLLM's; only vLLM imports it
+    *(f"trainer.serving.engines.http.{name}" for name in ("app", "metrics", "supervisor")),  # only msattn serve imports them
 )
 PURITY = """
 import importlib, os, socket, sys, threading

@@ -39,7 +39,6 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "trainer.methods.gate": 10,
     "trainer.finetune": 11,
     "trainer.serving": 11,
-    "trainer.attach": 12,
     "trainer.evaluate": 13,
     "trainer.recipes": 15,  # programs, which nothing imports
     "trainer.commands": 14,

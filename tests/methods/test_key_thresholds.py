@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.thresholds import SHARES, bucket_sizes, calibrate_keys, densities_of, key_threshold, most_probes
+from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.trainer.attach import attach
+from msattn.trainer.serving.attach import attach
 from tests.factory import FAMILIES, OTHER_FAMILIES, random_tokens, tiny_model
 from tests.models.test_families import BUCKETS, gate_for, partition_for, run_in_passes
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, StaticCache
 
 from msattn.kernels.unrotate import unrotate
-from msattn.trainer.attach import attach
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
@@ -29,7 +28,8 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, scale_rope
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from msattn.trainer.serving.cache import can_crop
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.install import can_crop
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
 from tests.test_attach import PooledScores, gate_for
 

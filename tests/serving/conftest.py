@@ -2,7 +2,7 @@
 
 import pytest
 
-from msattn.trainer.serving import buffer
+from msattn.trainer.serving.cache import buffer
 from msattn.trainer.serving.steps import DecodingSteps
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.trainer.attach import Sparse
+from msattn.trainer.serving.attach import Sparse
 from tests.test_attach import BUCKETS, random_partition
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": (0,)}

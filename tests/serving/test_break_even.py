@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from msattn.trainer.attach import attach
 from msattn.trainer.models import break_even
+from msattn.trainer.serving.attach import attach
 from tests.factory import random_tokens, tiny_model
 from tests.serving.decoding import ROUTED, close, generate
 from tests.test_attach import gate_for

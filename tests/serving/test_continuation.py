@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.kernels.pool_blocks import pool_blocks
-from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.serving.cache_layers import GrowingLayer
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 from tests.test_attach import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.test_decode_gate import BLOCK, random_decode_gate

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.serving.cache_layers import BucketLayer
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.test_attach import gate_for, random_partition

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from msattn.trainer.attach import Sparse, attach
 from msattn.trainer.models.layer_inputs import LayerInputs
-from msattn.trainer.serving.paged.passes import PagedPass
-from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.attach import Sparse, attach
+from msattn.trainer.serving.cache.pages import PagedState
+from msattn.trainer.serving.cache.passes import PagedPass
 from tests.factory import tiny_model
 from tests.test_attach import EVERY_BLOCK, gate_for, random_partition
 

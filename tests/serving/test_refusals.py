@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.inputs import check_inputs
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.serving.decoding import ROUTED

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
-from msattn.trainer.serving.step_graph import Step
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.graphs import Step
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate

@@ -12,7 +12,7 @@ import sys
 import warnings
 import torch
 from transformers import AutoModelForCausalLM
-from msattn.trainer.attach import attach
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel

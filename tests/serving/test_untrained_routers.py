@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -16,7 +15,8 @@ from msattn.trainer.methods.untrained.quest import QuestPages
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.methods.untrained.window import WindowPages
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.serving.cache import install_layers
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_tokens, tiny_model

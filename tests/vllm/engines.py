@@ -9,7 +9,7 @@ import torch
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 
-from msattn.trainer.serving.vllm.plugin import backend_name
+from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from tests.house.modules import ROOT
 
 MODEL = ROOT / "trainer/embedded/model"

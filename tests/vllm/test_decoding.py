@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from msattn.trainer.serving.vllm.backend import Impl, clear_stats, stats
+from msattn.trainer.serving.engines.vllm.backend import Impl, clear_stats, stats
 from tests.factory import prompts_of
 from tests.vllm.engines import answers, engine
 

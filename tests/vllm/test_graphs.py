@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from msattn.trainer.serving.vllm.backend import Builder
+from msattn.trainer.serving.engines.vllm.backend import Builder
 from tests.factory import prompts_of
 from tests.vllm.engines import EVERY_KEY, answers, engine
 

@@ -12,9 +12,9 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.serving.vllm import plugin
-from msattn.trainer.serving.vllm.backend import Backend
-from msattn.trainer.serving.vllm.engine import check_engine, options_of
+from msattn.trainer.serving.engines.vllm import plugin
+from msattn.trainer.serving.engines.vllm.backend import Backend
+from msattn.trainer.serving.engines.vllm.engine import check_engine, options_of
 from tests.factory import prompts_of, save_tokenizer, tiny_model
 from tests.test_attach import gate_for, random_partition, save
 from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine

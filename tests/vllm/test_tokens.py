@@ -7,9 +7,9 @@ import torch
 from vllm.sampling_params import SamplingParams
 
 from msattn.trainer import models
-from msattn.trainer.attach import attach
 from msattn.trainer.config import ModelConfig
-from msattn.trainer.serving.vllm.backend import stats
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.engines.vllm.backend import stats
 from tests.factory import prompts_of
 from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine
 

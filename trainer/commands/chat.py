@@ -16,7 +16,6 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import TextStreamer
 
-from msattn.trainer.attach import attach
 from msattn.trainer.commands.greedy import (
     Answer,
     Clock,
@@ -33,7 +32,8 @@ from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
 from msattn.trainer.progress import report
-from msattn.trainer.serving.cache import can_crop
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.install import can_crop
 
 HELP = """\
 /reset   forgets the conversation

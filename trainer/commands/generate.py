@@ -53,10 +53,10 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
     """
     from rich.console import Console
 
-    from msattn.trainer.attach import attach
     from msattn.trainer.commands.greedy import check_fits, describe, load_served, tracked
     from msattn.trainer.models.chat import encode_prompt
     from msattn.trainer.progress import activity
+    from msattn.trainer.serving.attach import attach
 
     if chat:
         from msattn.trainer.commands.chat import chat as run

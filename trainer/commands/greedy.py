@@ -183,7 +183,7 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.attach.Sparse.stats`."""
+    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.serving.attach.Sparse.stats`."""
 
     text: str
     clock: Clock

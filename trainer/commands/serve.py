@@ -15,8 +15,8 @@ from msattn.trainer.progress import report
 
 if TYPE_CHECKING:
     from msattn.trainer.models import Loaded
-    from msattn.trainer.serving.http.engine import Engine
-    from msattn.trainer.serving.http.supervisor import Supervisor
+    from msattn.trainer.serving.engines.http.engine import Engine
+    from msattn.trainer.serving.engines.http.supervisor import Supervisor
     from msattn.trainer.serving.sparse import Sparse
     from msattn.trainer.training.tracker import Tracker
 
@@ -36,7 +36,7 @@ def serve(cfg: ServeConfig, host: str, port: int, api_key: str | None) -> None:
     """
     check_libraries()
     check_key(api_key)
-    from msattn.trainer.serving.http.supervisor import address, bind
+    from msattn.trainer.serving.engines.http.supervisor import address, bind
 
     with bind(host, port) as bound:
         if host not in LOCAL and api_key is None:
@@ -48,7 +48,7 @@ def check_libraries() -> None:
     """Raises UserError if the extra is not installed, transformers is too old, or there are several processes."""
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.paged.batching import check_version
+    from msattn.trainer.serving.engines.generate_batch import check_version
 
     check_version("serve")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -64,10 +64,10 @@ def check_key(api_key: str | None) -> None:
 
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
-    from msattn.trainer.attach import attach
     from msattn.trainer.commands.greedy import describe, load_served, tracked
     from msattn.trainer.models import load
     from msattn.trainer.models.chat import around_prompt
+    from msattn.trainer.serving.attach import attach
 
     served = None if cfg.dense else load_served(cfg)
     loaded = load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed) if served is None else served.loaded
@@ -107,10 +107,10 @@ def server(
     ------
     UserError : the model cannot be served, or memory is too small for the KV cache.
     """
-    from msattn.trainer.serving.http.app import Guard, Service
-    from msattn.trainer.serving.http.engine import Engine
-    from msattn.trainer.serving.http.metrics import logged
-    from msattn.trainer.serving.http.supervisor import Supervisor
+    from msattn.trainer.serving.engines.http.app import Guard, Service
+    from msattn.trainer.serving.engines.http.engine import Engine
+    from msattn.trainer.serving.engines.http.metrics import logged
+    from msattn.trainer.serving.engines.http.supervisor import Supervisor
 
     engine = Engine(loaded, cfg, sparse)
     engine.start()

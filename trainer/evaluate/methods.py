@@ -11,7 +11,6 @@ from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer import artifacts, models
-from msattn.trainer.attach import attach
 from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import own_keys
 from msattn.trainer.errors import UserError
@@ -26,15 +25,16 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import UntrainedRouter
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
 from msattn.trainer.serving.reads import serving_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from msattn.trainer.attach import Sparse
     from msattn.trainer.methods.gate.attn_gate import Gate
     from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.serving.attach import Sparse
 
 # Tasks that read block selections, and those that read bucket routings.
 BLOCK_TASKS = {"perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "throughput"}

@@ -28,7 +28,7 @@ from msattn.trainer.config.values import nearest, require
 from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.recipes import argument_parser
-from msattn.trainer.serving.vllm.engine import KEY
+from msattn.trainer.serving.engines.vllm.engine import KEY
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
@@ -159,8 +159,8 @@ def measure(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
 
-    from msattn.trainer.serving.vllm.backend import clear_stats, stats
-    from msattn.trainer.serving.vllm.plugin import backend_name
+    from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
+    from msattn.trainer.serving.engines.vllm.plugin import backend_name
 
     accepted = [*signature(LLM).parameters, *(each.name for each in fields(EngineArgs))]
     for key in engine:

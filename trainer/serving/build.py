@@ -23,7 +23,7 @@ from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.serving.arguments import check_selection
+from msattn.trainer.serving.checks import check_selection
 from msattn.trainer.serving.loading import AnyRouter, load_router
 from msattn.trainer.serving.reads import checked_numbers, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
@@ -51,7 +51,7 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class AttachOptions:
-    """The parameters of :func:`msattn.trainer.attach.attach` that say what is served and how."""
+    """The parameters of :func:`msattn.trainer.serving.attach.attach` that say what is served and how."""
 
     gate: Gate | str | Path | None = None
     select: Selection | SelectConfig | Mapping[str, Any] | str | None = None
@@ -75,11 +75,11 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
 
     Parameters
     ----------
-    options : have the types of :func:`msattn.trainer.serving.arguments.check_types`.
+    options : have the types of :func:`msattn.trainer.serving.checks.check_types`.
 
     Raises
     ------
-    UserError : as :func:`msattn.trainer.attach.attach`.
+    UserError : as :func:`msattn.trainer.serving.attach.attach`.
     """
     gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")

@@ -76,7 +76,7 @@ def check_held(cache: Any, config: Any, batch: int, kv_heads: int, *, every_laye
 
     Parameters
     ----------
-    cache : its served layers are of :class:`msattn.trainer.serving.cache_layers.GrowingLayer`.
+    cache : its served layers are of :class:`msattn.trainer.serving.cache.layers.GrowingLayer`.
     kv_heads : key/value heads that this process computes.
     every_layer : check all of these, once for each cache. The first and the last one show whether a pass was interrupted.
 

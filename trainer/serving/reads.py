@@ -8,7 +8,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
-from msattn.trainer.serving.arguments import check_numbers, check_router, check_types
+from msattn.trainer.serving.checks import check_numbers, check_router, check_types
 from msattn.trainer.serving.loading import AnyRouter
 
 # How routers are served whose manifest records nothing.

@@ -13,7 +13,7 @@ from msattn.trainer.methods.pages import PageRouter, far_probabilities
 from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.bucket_attention import decode_attention, decode_query_heads, queries_as_batch
-from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer
+from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RoutedDecoding:
     Parameters
     ----------
     router : chooses the buckets.
-    probes, recent, sink, dense_layers : as for :func:`msattn.trainer.attach.attach`.
+    probes, recent, sink, dense_layers : as for :func:`msattn.trainer.serving.attach.attach`.
     threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
     probability : of a decode gate, probability from which a block is read, instead of its density.
     independent : each query head visits buckets of its own; otherwise a query group shares them.

@@ -23,12 +23,12 @@ from msattn.trainer.models.families import check_length, num_layers, served_laye
 from msattn.trainer.models.layer_attention import attention_recall, block_map, decoded_attention
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.tap import PAGES, LayerInputs, NotCopied, dense_attention, is_tapped
-from msattn.trainer.serving.cache import check_memory, install_layers
-from msattn.trainer.serving.cache_layers import FEW_TOKENS, BucketLayer, GrowingLayer
+from msattn.trainer.serving.cache.install import check_memory, install_layers
+from msattn.trainer.serving.cache.layers import FEW_TOKENS, BucketLayer, GrowingLayer
+from msattn.trainer.serving.cache.passes import PagedPass
+from msattn.trainer.serving.engines.generate_batch import batching_config
 from msattn.trainer.serving.inputs import check_held, check_inputs
-from msattn.trainer.serving.paged.attention import PagedAttention, is_paged
-from msattn.trainer.serving.paged.batching import batching_config
-from msattn.trainer.serving.paged.passes import PagedPass
+from msattn.trainer.serving.paged import PagedAttention, is_paged
 from msattn.trainer.serving.routed import RoutedDecoding, visible_keys
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Sparse(NotCopied):
-    """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.attach.attach`."""
+    """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.serving.attach.attach`."""
 
     def __init__(
         self,

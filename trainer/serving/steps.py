@@ -1,7 +1,7 @@
 """Decoding steps: passes over one new token of each sequence, in place of the decoder's ordinary ones.
 
 A step reads lengths from the device and writes the new keys at a position that the device holds. It waits for nothing, and its
-tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.step_graph`). Buffers that grow, and the
+tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.graphs`). Buffers that grow, and the
 bucket index that is rebuilt now and then, are the business of ordinary passes between the steps.
 """
 
@@ -24,9 +24,9 @@ from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.tap import TAP, LayerInputs, NotCopied, left_padding
-from msattn.trainer.serving.cache_layers import GrowingLayer
+from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
-from msattn.trainer.serving.step_graph import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
+from msattn.trainer.serving.graphs import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
 
 if TYPE_CHECKING:
     from transformers import Cache

@@ -31,7 +31,7 @@ from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, untrained_router, with_growing_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
-from msattn.trainer.serving.cache_layers import BucketLayer
+from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import tiny_architecture
 
 BUCKETS = 4

@@ -14,7 +14,6 @@ import torch
 from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.attach import attach
 from msattn.trainer.config import (
     ArtifactsConfig,
     DataConfig,
@@ -36,6 +35,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
 from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
 

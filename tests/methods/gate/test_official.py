@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from msattn.trainer.artifacts import check_model
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.running import exit_code
 

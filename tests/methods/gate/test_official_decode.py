@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, edited

@@ -20,8 +20,8 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.serve import server
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.http.engine import Engine
-from msattn.trainer.serving.http.supervisor import Supervisor, bind
+from msattn.trainer.serving.engines.http.engine import Engine
+from msattn.trainer.serving.engines.http.supervisor import Supervisor, bind
 from msattn.trainer.training.tracker import Tracker
 from tests.factory import save_tokenizer, tiny_model
 

@@ -23,8 +23,8 @@ from msattn.trainer.commands import serve
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.http import cache, metrics, supervisor, text
-from msattn.trainer.serving.paged import batching
+from msattn.trainer.serving.engines import generate_batch as batching
+from msattn.trainer.serving.engines.http import cache, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import exit_code, metrics_lines
 from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from msattn.trainer.models import EMBEDDED
-from msattn.trainer.serving.http.text import StopStrings, TokenText
+from msattn.trainer.serving.engines.http.text import StopStrings, TokenText
 from tests.factory import save_tokenizer
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from msattn.trainer.attach import Sparse
+from msattn.trainer.serving.attach import Sparse
 
 NEW = 10
 GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)

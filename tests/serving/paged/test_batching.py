@@ -7,7 +7,6 @@ import torch
 from transformers import CompileConfig, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from msattn.trainer.attach import attach, disable, enable
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -15,7 +14,8 @@ from msattn.trainer.methods.untrained.quest import QuestPages
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models import tap
 from msattn.trainer.serving import steps
-from msattn.trainer.serving.paged import batching
+from msattn.trainer.serving.attach import attach, disable, enable
+from msattn.trainer.serving.engines import generate_batch as batching
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together

@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
-from msattn.trainer.attach import attach
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models.layer_inputs import LayerInputs
-from msattn.trainer.serving.paged import attention
+from msattn.trainer.serving import paged as attention
+from msattn.trainer.serving.attach import attach
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import PAGE, alone, together
 from tests.test_attach import (

@@ -12,14 +12,14 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from msattn.kernels.pool_blocks import pool_blocks
-from msattn.trainer.attach import attach
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.serving.paged.attention import PagedAttention
-from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Sequences
-from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.pages import PagedState
+from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Sequences
+from msattn.trainer.serving.paged import PagedAttention
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for, random_partition

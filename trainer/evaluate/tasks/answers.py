@@ -14,8 +14,8 @@ from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 
 if TYPE_CHECKING:
-    from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.serving.attach import Sparse
 
 
 class MethodSetting(NamedTuple):

@@ -37,7 +37,7 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, Toke
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-    from msattn.trainer.attach import Sparse
+    from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow

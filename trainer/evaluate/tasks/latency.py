@@ -26,7 +26,7 @@ from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
-from msattn.trainer.serving.cache import can_crop
+from msattn.trainer.serving.cache.install import can_crop
 from msattn.trainer.serving.fused import fused
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
 if TYPE_CHECKING:
-    from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.serving.attach import Sparse
 
 BATCH_TOKENS = 32768  # tokens of one forward pass
 EXCERPT = 90  # characters of the text around a needle that the report shows

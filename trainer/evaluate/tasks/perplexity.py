@@ -28,8 +28,8 @@ from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
 
 if TYPE_CHECKING:
-    from msattn.trainer.attach import Sparse
     from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.serving.attach import Sparse
 
 LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
 

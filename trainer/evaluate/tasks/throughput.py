@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msattn.trainer.attach import attach
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.job import Job
@@ -26,12 +25,13 @@ from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cos
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
-from msattn.trainer.serving.paged.batching import batching_config
+from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.engines.generate_batch import batching_config
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-    from msattn.trainer.attach import Sparse
+    from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
 SAME_ENGINE = DENSE.of("same engine")

@@ -19,7 +19,7 @@ from msattn.trainer.methods.base import DENSE, UNTRAINED
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.serving.cache import install_layers
+from msattn.trainer.serving.cache.install import install_layers
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel

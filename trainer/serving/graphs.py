@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from msattn.trainer.models.tap import NotCopied
-from msattn.trainer.serving.buffer import Buffer
+from msattn.trainer.serving.cache.buffer import Buffer
 
 UNKNOWN = -1
 _capturing = threading.Lock()

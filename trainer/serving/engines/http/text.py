@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.errors import first_line
-from msattn.trainer.serving.http.answers import ApiError
-from msattn.trainer.serving.http.bodies import Body, ChatBody, CompletionBody
+from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ asked for.
 
 from typing import Any
 
-from msattn.trainer.serving.vllm.plugin import backend_name
+from msattn.trainer.serving.engines.vllm.plugin import backend_name
 
 
 def __getattr__(name: str) -> Any:
@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from msattn.trainer.serving.vllm.backend import Backend
+    from msattn.trainer.serving.engines.vllm.backend import Backend
 
     config = get_current_vllm_config_or_none()
     if config is None:

@@ -12,9 +12,9 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.serving.arguments import check_types
 from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
-from msattn.trainer.serving.paged.batching import check_page_size, check_paged
+from msattn.trainer.serving.checks import check_types
+from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
 from msattn.trainer.serving.sparse import Sparse
 
 KEY = "msattn"  # of additional_config

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from msattn.trainer.config.values import shown
-from msattn.trainer.serving.http.answers import ApiError
+from msattn.trainer.serving.engines.http.answers import ApiError
 
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one

@@ -16,7 +16,7 @@ from msattn.trainer.models.rope import Rotation
 if TYPE_CHECKING:
     from msattn.trainer.config import GateConfig
     from msattn.trainer.models.layer_inputs import LayerInputs
-    from msattn.trainer.serving.paged.passes import PromptChunk
+    from msattn.trainer.serving.cache.passes import PromptChunk
 
 
 class PagedState:

@@ -19,8 +19,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.pages import PageRouter, page_of_keys
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-from msattn.trainer.serving.buffer import Buffer
-from msattn.trainer.serving.pooled_keys import PooledKeys
+from msattn.trainer.serving.cache.buffer import Buffer
+from msattn.trainer.serving.cache.pooled_keys import PooledKeys
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs

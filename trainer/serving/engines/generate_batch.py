@@ -17,7 +17,7 @@ from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.fused import replaced
-from msattn.trainer.serving.step_graph import uncapturable
+from msattn.trainer.serving.graphs import uncapturable
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig

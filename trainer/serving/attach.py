@@ -18,10 +18,10 @@ from msattn.trainer.models.families import decoder
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
-from msattn.trainer.serving.arguments import check_model, check_types
 from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
+from msattn.trainer.serving.checks import check_model, check_types
+from msattn.trainer.serving.engines.generate_batch import batching
 from msattn.trainer.serving.loading import AnyRouter, load
-from msattn.trainer.serving.paged.batching import batching
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.steps import decoding_steps
 

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from msattn.trainer.serving.http.engine import Engine, Generation
+from msattn.trainer.serving.engines.http.engine import Engine, Generation
 from msattn.trainer.training.tracker import Tracker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets

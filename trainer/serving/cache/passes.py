@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from msattn.trainer.serving.paged.state import AllocatedState, PagedState
+from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
 
 Rows = Tensor | slice
 

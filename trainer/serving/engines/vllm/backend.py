@@ -22,12 +22,12 @@ from vllm.v1.attention.backend import (
 from msattn.trainer.models.families import attention_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.serving.paged.attention import PagedAttention
-from msattn.trainer.serving.paged.passes import PagedPass
-from msattn.trainer.serving.paged.state import PagedState
+from msattn.trainer.serving.cache.pages import PagedState
+from msattn.trainer.serving.cache.passes import PagedPass
+from msattn.trainer.serving.engines.vllm.engine import PAGE_SIZES, check_layer, sparse_of
+from msattn.trainer.serving.engines.vllm.plugin import backend_name
+from msattn.trainer.serving.paged import PagedAttention
 from msattn.trainer.serving.sparse import Sparse
-from msattn.trainer.serving.vllm.engine import PAGE_SIZES, check_layer, sparse_of
-from msattn.trainer.serving.vllm.plugin import backend_name
 
 
 class Backend(AttentionBackend):
@@ -128,7 +128,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     Raises
     ------
-    UserError : as :func:`msattn.trainer.serving.vllm.engine.sparse_of`.
+    UserError : as :func:`msattn.trainer.serving.engines.vllm.engine.sparse_of`.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

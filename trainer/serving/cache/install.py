@@ -17,8 +17,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.pages import PageRouter
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
-from msattn.trainer.serving.buffer import grown_capacity
-from msattn.trainer.serving.cache_layers import REBUILD_EVERY, BucketLayer, GrowingLayer, PagedLayer
+from msattn.trainer.serving.cache.buffer import grown_capacity
+from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer, GrowingLayer, PagedLayer
 
 
 def install_layers(

@@ -1,4 +1,4 @@
-"""Checks of the arguments of :func:`msattn.trainer.attach.attach`: their types and ranges, and artifacts that fit the model."""
+"""Checks of the arguments of :func:`msattn.attach`: their types and ranges, and artifacts that fit the model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

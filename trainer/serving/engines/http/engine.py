@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.serving.http.answers import ApiError
-from msattn.trainer.serving.http.cache import batching_config, longest_request, pages_of, too_small
+from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.cache import batching_config, longest_request, pages_of, too_small
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput

@@ -11,7 +11,7 @@ import uvicorn
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, UserError, print_once
-from msattn.trainer.serving.http.engine import Engine
+from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.signals import end_at_once, handle, handled
 
 POLL = 0.05  # seconds

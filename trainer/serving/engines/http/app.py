@@ -19,11 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
-from msattn.trainer.serving.http.answers import AnswerForm, ApiError, event
-from msattn.trainer.serving.http.bodies import Body, ChatBody, CompletionBody, read_body
-from msattn.trainer.serving.http.engine import Engine, Generation
-from msattn.trainer.serving.http.metrics import Metrics
-from msattn.trainer.serving.http.text import PromptEncoder, StopStrings, TokenText
+from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, event
+from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody, read_body
+from msattn.trainer.serving.engines.http.engine import Engine, Generation
+from msattn.trainer.serving.engines.http.metrics import Metrics
+from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
