@@ -132,7 +132,7 @@ def test_enable_lasts_until_disable(model: Any) -> None:
     with pytest.raises(msattn.UserError, match="not enabled"):
         msattn.disable(model)
     with pytest.raises(TypeError, match="sparsty"):
-        msattn.enable(model, select="quest", sparsty=0.5)
+        msattn.enable(model, select="quest", sparsty=0.5)  # pyrefly: ignore[unexpected-keyword]
 
 
 def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:

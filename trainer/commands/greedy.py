@@ -46,7 +46,6 @@ def load_served(cfg: AnswerConfig) -> Served:
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or cfg.select.scores != "gate" else None,
         "qmodel": router and load_router(router),
-        "dense_below": cfg.dense_below,
         **cfg.routing,
     }
     return Served(loaded, chosen, options)

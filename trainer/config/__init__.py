@@ -17,6 +17,7 @@ from msattn.trainer.config.commands import (
     GenerateConfig,
     JobConfig,
     NamedConfig,
+    ReadOptions,
     RunConfig,
     ServeConfig,
     ServerLimits,

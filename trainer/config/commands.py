@@ -263,12 +263,9 @@ class FinetuneConfig(RunConfig):
 
 
 @schema(kw_only=True)
-class AttachConfig(RunConfig):
-    """Keys of the commands that attach artifacts to a model."""
+class ReadOptions:
+    """Options of :func:`msattn.attach` that say which keys are read, as the configuration and Python callers give them."""
 
-    select: SelectConfig
-    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    chat: Flag | None = key("make prompts messages of a user in the model's chat template; null: if it has one", default=None)
     probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
     keys: KeyShare | None = key(
         "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
@@ -285,11 +282,19 @@ class AttachConfig(RunConfig):
         default=None,
     )
 
+
+@schema(kw_only=True)
+class AttachConfig(ReadOptions, RunConfig):
+    """Keys of the commands that attach artifacts to a model."""
+
+    select: SelectConfig
+    artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
+    chat: Flag | None = key("make prompts messages of a user in the model's chat template; null: if it has one", default=None)
+
     @property
     def routing(self) -> dict[str, Any]:
-        """The arguments of :func:`msattn.attach` that concern decoding."""
-        names = ("probes", "keys", "recent", "sink", "dense_layers")
-        return {name: getattr(self, name) for name in names}
+        """The arguments of :func:`msattn.attach` that say which keys are read."""
+        return {item.name: getattr(self, item.name) for item in fields(ReadOptions)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

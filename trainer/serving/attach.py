@@ -1,27 +1,24 @@
 """The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import decoder
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
-from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
-from msattn.trainer.serving.checks import check_model, check_types
+from msattn.trainer.serving.build import Host, build_sparse
+from msattn.trainer.serving.checks import check_model
 from msattn.trainer.serving.engines.generate_batch import batching
-from msattn.trainer.serving.loading import AnyRouter, load
+from msattn.trainer.serving.loading import load
+from msattn.trainer.serving.options import AttachOptions, takes
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.steps import decoding_steps
 
@@ -33,27 +30,9 @@ __all__ = ["Sparse", "attach", "disable", "enable", "load"]
 _enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
 
 
+@takes(AttachOptions)
 @contextmanager
-def attach(
-    model: "PreTrainedModel",
-    *,
-    gate: Gate | str | Path | None = None,
-    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None,
-    sparsity: float | None = None,
-    qmodel: AnyRouter | str | Path | None = None,
-    probes: int | None = None,
-    keys: float | None = None,
-    threshold: float | None = None,
-    recent: int | None = None,
-    sink: int | None = None,
-    dense_layers: Sequence[int] | None = None,
-    dense_below: int | None = None,
-    independent: bool = False,
-    strict: bool = False,
-    cuda_graphs: bool = True,
-    measure_recall: bool = False,
-    measure_time: bool = False,
-) -> Iterator[Sparse]:
+def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
     Prefill without ``gate`` or ``select`` stays dense, as does decoding without ``qmodel``. Leaving the context restores the
@@ -64,32 +43,7 @@ def attach(
     model : a decoder of a supported family (:func:`msattn.trainer.models.families.attention_layers` says which of its layers
         may be sparse; the others keep their own attention); also quantized, offloaded, or with PEFT adapters. Of a model with
         images, its decoder of text is served.
-    gate : a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships
-        with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.
-    select : how blocks are selected: a policy (``topk``), the scores of a baseline (``quest``, which needs no gate), the keys
-        of a :class:`SelectConfig`, or an object. None with a gate is ``calibrated``, as on the command line, or ``topk`` if the
-        gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.
-    sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
-        0.5 by default.
-    qmodel : the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without
-        training, such as ``QuestPages``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.
-    probes : number of buckets that a new token visits, for each key/value head.
-    keys : instead of ``probes``, the mean share of the keys outside the dense window that new tokens read. How many buckets one
-        reads depends on what its classifier or decode gate predicts and on their sizes; these have calibrated thresholds for
-        it. With a decode gate also an integer: a number of keys, read in as many whole blocks as it holds.
-    threshold : instead of ``probes``, the probability from which a decode gate reads a block, among those before the window.
-    recent, sink : numbers of last and first keys that a new token always reads.
-    dense_layers : layers in which new tokens read every key. None for these four numbers stands for the values that the
-        artifact's manifest records, or for 32, 2047, 1 and (0,).
-    dense_below : number of keys below which prompts and new tokens are dense, because that is faster. None stands for the
-        lengths that were measured on such a device; for prompts, ``select.dense_below`` is an alternative.
-    independent : each query head visits buckets of its own. By default a query group shares them, as memory is read once for
-        all of its heads.
-    strict : refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning.
-        By default they are served with a warning. The adapters of PEFT models are not compared.
-    cuda_graphs : decode with CUDA graphs on a GPU. What cannot be captured runs without, with a warning that says why.
-    measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
-    measure_time : also measures the time of selection and of attention on the device.
+    **options : :class:`AttachOptions`.
 
     Yields
     ------
@@ -117,20 +71,14 @@ def attach(
     On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """
-    options = AttachOptions(
-        gate=gate, select=select, sparsity=sparsity, qmodel=qmodel, probes=probes, keys=keys, threshold=threshold,
-        recent=recent, sink=sink, dense_layers=dense_layers, dense_below=dense_below, independent=independent, strict=strict,
-        measure_recall=measure_recall, measure_time=measure_time,
-    )  # fmt: skip
-    check_types(**vars(options), cuda_graphs=cuda_graphs)
     check_model(model)
     place = partial(_move_to_model, model)
     host = Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), place)
     sparse = build_sparse(host, options)
     with (
         tap(model, sparse.dispatch),
-        decoding_steps(decoder(model), sparse, cuda_graphs=cuda_graphs),
-        batching(model, sparse, cuda_graphs=cuda_graphs),
+        decoding_steps(decoder(model), sparse, cuda_graphs=options.cuda_graphs),
+        batching(model, sparse, cuda_graphs=options.cuda_graphs),
     ):
         hooks = [
             decoder(model).register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True),
@@ -144,19 +92,20 @@ def attach(
                 hook.remove()
 
 
-def enable(model: "PreTrainedModel", **options: Any) -> Sparse:
+@takes(AttachOptions)
+def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
     """Runs ``model`` with sparse attention, e.g. in a server, until :func:`disable` is called, which also lets go of it.
 
     Parameters
     ----------
     model : as for :func:`attach`.
-    **options : the other parameters of :func:`attach`.
+    **options : :class:`AttachOptions`.
 
     Raises
     ------
     UserError : as :func:`attach`.
     """
-    context = attach(model, **options)
+    context = attach(model, **vars(options))
     sparse = context.__enter__()
     _enabled[model] = context
     return sparse

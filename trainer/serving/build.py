@@ -1,8 +1,7 @@
 """Construction of the sparse attention of a model, for whatever engine runs it: transformers or vLLM."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.checks import check_selection
 from msattn.trainer.serving.loading import AnyRouter, load_router
+from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.reads import checked_numbers, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
@@ -49,33 +49,8 @@ class Host(NamedTuple):
     place: Callable[..., torch.device]
 
 
-@dataclass(frozen=True)
-class AttachOptions:
-    """The parameters of :func:`msattn.trainer.serving.attach.attach` that say what is served and how."""
-
-    gate: Gate | str | Path | None = None
-    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None
-    sparsity: float | None = None
-    qmodel: AnyRouter | str | Path | None = None
-    probes: int | None = None
-    keys: float | None = None
-    threshold: float | None = None
-    recent: int | None = None
-    sink: int | None = None
-    dense_layers: Sequence[int] | None = None
-    dense_below: int | None = None
-    independent: bool = False
-    strict: bool = False
-    measure_recall: bool = False
-    measure_time: bool = False
-
-
 def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family.
-
-    Parameters
-    ----------
-    options : have the types of :func:`msattn.trainer.serving.checks.check_types`.
 
     Raises
     ------

@@ -1,14 +1,11 @@
-"""Checks of the arguments of :func:`msattn.attach`: their types and ranges, and artifacts that fit the model."""
+"""Checks that artifacts and numbers that are attached fit the model."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.values import has_type, require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
@@ -31,38 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MOST_TOKENS = 10**9
-TYPES: dict[str, tuple[Any, str]] = {
-    "gate": (Gate | str | Path | None, "a gate, or the folder or Hub id of one"),
-    "select": (Selection | SelectConfig | Mapping | str | None, "a name, a dictionary, a SelectConfig or a Selection"),
-    "sparsity": (float | None, "a number in [0, 1)"),
-    "qmodel": (
-        QModel | KMeans | DecodeGate | UntrainedRouter | str | Path | None,
-        "a query classifier, a decode gate or a k-means, or the folder or Hub id of one",
-    ),
-    "probes": (int | None, "an integer"),
-    "keys": (float | None, "a number in [0.001, 0.5], or with a decode gate a number of keys"),
-    "threshold": (float | None, "a number in (0, 1)"),
-    "recent": (int | None, "an integer"),
-    "sink": (int | None, "an integer"),
-    "dense_layers": (list[int] | range | None, "a sequence of integers"),
-    "dense_below": (int | None, "an integer"),
-    "independent": (bool | np.bool_, "True or False"),
-    "strict": (bool | np.bool_, "True or False"),
-    "cuda_graphs": (bool | np.bool_, "True or False"),
-    "measure_recall": (bool | np.bool_, "True or False"),
-    "measure_time": (bool | np.bool_, "True or False"),
-}
-
-
-def check_types(**options: object) -> None:
-    """Raises UserError for an option of another type than :data:`TYPES` accepts, and for gates of the other phase."""
-    for name, gates, other, phase in (("gate", DecodeGate, "qmodel", "decode"), ("qmodel", Gate, "gate", "prefill")):
-        if isinstance(options.get(name), gates):
-            raise UserError(f"{name}: these are gates with gate.phase={phase}; give them as {other}=")
-    for name, value in options.items():
-        kind, accepted = TYPES[name]
-        plain = value.tolist() if name == "dense_layers" and isinstance(value, np.ndarray) else value
-        require(has_type(plain, kind), name, repr(value), f"accepted is {accepted}")
 
 
 def check_model(model: Any) -> None:

@@ -8,8 +8,9 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
-from msattn.trainer.serving.checks import check_numbers, check_router, check_types
+from msattn.trainer.serving.checks import check_numbers, check_router
 from msattn.trainer.serving.loading import AnyRouter
+from msattn.trainer.serving.options import AttachOptions
 
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
@@ -48,7 +49,7 @@ def serving_numbers(
     found = {
         name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
     }
-    check_types(**found)
+    AttachOptions(**found)
     layers = tuple(map(int, found.pop("dense_layers")))
     return {name: int(value) for name, value in found.items()} | {"dense_layers": layers}
 

@@ -12,14 +12,13 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.serving.build import AttachOptions, Host, build_sparse
-from msattn.trainer.serving.checks import check_types
+from msattn.trainer.serving.build import Host, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
+from msattn.trainer.serving.options import VLLM_KEYS, AttachOptions
 from msattn.trainer.serving.sparse import Sparse
 
 KEY = "msattn"  # of additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
-OPTIONS = ("gate", "select", "sparsity", "qmodel", "probes", "keys", "recent", "sink", "dense_layers", "dense_below")
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:
@@ -57,10 +56,9 @@ def options_of(config: Any) -> AttachOptions:
     """
     additional = config.additional_config
     given: Any = additional.get(KEY) if isinstance(additional, Mapping) else None
-    require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(OPTIONS)}")
+    require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(VLLM_KEYS)}")
     for name in given:
-        require(name in OPTIONS, f"additional_config.{KEY}", name, f"accepted are {', '.join(OPTIONS)}")
-    check_types(**given)
+        require(name in VLLM_KEYS, f"additional_config.{KEY}", name, f"accepted are {', '.join(VLLM_KEYS)}")
     return AttachOptions(**given)
 
 
