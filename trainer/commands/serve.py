@@ -48,7 +48,7 @@ def check_libraries() -> None:
     """Raises UserError if the extra is not installed, transformers is too old, or there are several processes."""
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.engines.generate_batch import check_version
+    from msattn.trainer.serving.paged import check_version
 
     check_version("serve")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -1,10 +1,11 @@
 """Serving an attached model.
 
-``attach`` is the public function; ``build`` makes a ``Sparse`` of what it or vLLM is given: ``checks`` checks it, ``loading``
-loads artifacts, ``reads`` says how much new tokens read. ``sparse`` dispatches attention to blocks, to buckets (``routed``,
-which decodes by ``bucket_attention``) or to dense kernels, ``paged`` does so over pages, and ``statistics`` counts what they
-read. ``cache`` holds keys, values and buckets. ``steps`` decodes single tokens as CUDA graphs (``graphs``), over the ``fused``
-modules of the decoder. ``inputs`` checks what the attached model is given. ``engines`` are those beside ``generate``.
+``attach`` is the public function and ``options`` its options. ``build`` makes a ``Sparse`` of what it or vLLM is given: ``checks``
+checks it, ``loading`` loads artifacts, ``reads`` says how much new tokens read. ``sparse`` computes attention over contiguous
+caches and ``paged`` over pages: dense, over blocks or, with ``routed``, over buckets, as ``dispatch`` decides; ``statistics``
+counts what they read. ``cache`` holds keys, values and buckets; ``hooks`` prepare it for a pass, and ``inputs`` checks what the
+pass is given. ``steps`` decodes single tokens as CUDA graphs (``graphs``), over the ``fused`` modules of the decoder.
+``engines`` are those beside ``generate``.
 
 Import from the modules.
 """

@@ -17,6 +17,7 @@ from msattn.trainer.models.tap import tap
 from msattn.trainer.serving.build import Host, build_sparse
 from msattn.trainer.serving.checks import check_model
 from msattn.trainer.serving.engines.generate_batch import batching
+from msattn.trainer.serving.hooks import hooked
 from msattn.trainer.serving.loading import load
 from msattn.trainer.serving.options import AttachOptions, takes
 from msattn.trainer.serving.sparse import Sparse
@@ -76,20 +77,12 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     host = Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), place)
     sparse = build_sparse(host, options)
     with (
-        tap(model, sparse.dispatch),
+        tap(model, sparse.attend),
         decoding_steps(decoder(model), sparse, cuda_graphs=options.cuda_graphs),
         batching(model, sparse, cuda_graphs=options.cuda_graphs),
+        hooked(decoder(model), sparse),
     ):
-        hooks = [
-            decoder(model).register_forward_pre_hook(sparse.prepare_cache, with_kwargs=True),
-            decoder(model).register_forward_hook(sparse.guard_backward),
-        ]
-        try:
-            yield sparse
-        finally:
-            sparse.attached = False
-            for hook in hooks:
-                hook.remove()
+        yield sparse
 
 
 @takes(AttachOptions)

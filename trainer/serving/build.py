@@ -23,6 +23,7 @@ from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.checks import check_selection
+from msattn.trainer.serving.dispatch import Dispatch
 from msattn.trainer.serving.loading import AnyRouter, load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.reads import checked_numbers, reads_of
@@ -92,10 +93,8 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
             measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
     return Sparse(
-        selection,
-        routed,
+        Dispatch(selection, routed, _dense_below(given, device) if dense_below is None else dense_below),
         statistics,
-        dense_below=_dense_below(given, device) if dense_below is None else dense_below,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
         measure_recall=options.measure_recall,

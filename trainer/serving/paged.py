@@ -1,6 +1,5 @@
 """Attention of an attached model over a paged cache: blocks of a selection for prompts, buckets for new tokens, or dense."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import transformers
 from torch import Tensor
 
 from msattn.kernels.paged import (
@@ -29,13 +29,42 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
 from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
+from msattn.trainer.serving.dispatch import Dispatch, Way
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
-    from msattn.trainer.serving.routed import RoutedDecoding
+    from transformers import ContinuousBatchingConfig
 
+NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
+PAGE_SIZE = 256
+MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
 BLOCK = 64  # of a pass without a mask
 LONGEST = torch.iinfo(torch.int32).max
+
+
+def batching_config(**options: Any) -> "ContinuousBatchingConfig":
+    """Returns the configuration of continuous batching that suits an attached model; ``options`` replace its values.
+
+    Raises
+    ------
+    UserError : transformers is too old.
+    """
+    check_version("generate_batch")
+    from transformers import ContinuousBatchingConfig
+
+    own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+    if torch.cuda.is_available():
+        own |= {"max_memory_percent": MEMORY, "use_cuda_graph": (False, True)}
+    return ContinuousBatchingConfig(**{**own, **options})
+
+
+def check_version(caller: str) -> None:
+    """Raises UserError, which names the ``caller``, if transformers is too old."""
+    installed, needed = transformers.__version__, ".".join(map(str, NEEDED))
+    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
+        raise UserError(
+            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip install -U 'transformers>={needed}'"
+        )
 
 
 def is_paged(arguments: dict[str, Any]) -> bool:
@@ -50,7 +79,7 @@ class PagedAttention:
 
     Parameters
     ----------
-    selection, routed, statistics, dense_below, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
+    ways, statistics, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
 
     Notes
     -----
@@ -58,18 +87,10 @@ class PagedAttention:
     a CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
     """
 
-    def __init__(
-        self,
-        selection: Selection | None,
-        routed: "RoutedDecoding | None",
-        statistics: Statistics,
-        *,
-        dense_below: int,
-        rotation: Rotation | None,
-    ) -> None:
-        self.selection, self.routed, self.statistics = selection, routed, statistics
-        self.dense_below, self.rotation = dense_below, rotation
-        self.gate = None if selection is None else selection.gate
+    def __init__(self, ways: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
+        self.ways, self.statistics, self.rotation = ways, statistics, rotation
+        self.selection, self.routed = ways.selection, ways.routed
+        self.gate = None if self.selection is None else self.selection.gate
         self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
         self._lock = RLock()  # managers are created, and have their passes, in several threads
@@ -171,10 +192,12 @@ class PagedAttention:
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
         cache = PagedKeys(*now.state.pages(x.layer), rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
-        if self.routed is None or x.layer not in now.state.buckets or self._is_short(rows):
-            if self.routed is not None and x.layer in now.state.buckets:
-                self.statistics.count("dense_by_choice")
+        way = self.ways.of_tokens(x.layer, rows.longest, len(rows.kv_len))
+        if way is not Way.BUCKETS:
+            if way is not Way.DENSE:
+                self.statistics.count(way)
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
+        assert self.routed is not None
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(now.state)[: len(q)]
         if rows.window is None:
@@ -205,30 +228,23 @@ class PagedAttention:
             size, chosen = self.selection.block_size, [self._chosen(x, now, item, self.selection) for item in prompts.items]
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
         elif self.selection is not None:
-            self._count_dense(prompts)
+            for item in prompts.items:
+                self.statistics.count(self._way(now.state, item))
+                self.statistics.add("sparsity", 0.0)
         cache = PagedKeys(*now.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
-    def _count_dense(self, prompts: Prompts) -> None:
-        for item in prompts.items:
-            self.statistics.count("dense_by_choice" if self._is_dense_by_choice(item) else "dense_fallbacks")
-            self.statistics.add("sparsity", 0.0)
-
-    def _is_dense_by_choice(self, item: PromptChunk) -> bool:
-        assert self.selection is not None
-        return item.keys < self.dense_below or item.queries <= self.selection.always.dense_queries
+    def _way(self, state: PagedState, item: PromptChunk) -> Way:
+        """Returns the way of a sequence with several new tokens; keys that are not pooled yet are new, or can be recovered."""
+        recovered = self.gate is None or self.rotation is not None
+        known = recovered or item.pooled * state.block_size == item.keys - item.queries
+        return self.ways.of_prompt(item.queries, item.keys, known=known)
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
-        """Returns whether a sequence reads the blocks of the selection, whose gate needs all keys before RoPE.
-
-        Those that are not pooled yet are of this pass, or can be recovered.
-        """
-        if self.selection is None or self._is_dense_by_choice(item):
-            return False
-        return self.gate is None or self.rotation is not None or item.pooled * state.block_size == item.keys - item.queries
+        return self._way(state, item) is Way.BLOCKS
 
     def _chosen(self, x: LayerInputs, now: PagedPass, item: PromptChunk, selection: Selection) -> Tensor:
         """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``."""
@@ -259,19 +275,16 @@ class PagedAttention:
 
     def _is_short(self, rows: Sequences) -> bool:
         """Returns whether all sequences are known to be too short for buckets."""
-        return rows.longest is not None and rows.longest < self._routed_from(rows)
+        return rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))
 
     def _window(self, rows: Sequences) -> int | Tensor:
         """Returns the length of the dense window of each sequence, which holds all keys of those that are too short."""
         assert self.routed is not None
-        least = self._routed_from(rows)
+        least = self.ways.routed_from(len(rows.kv_len))
         if least <= 1:
             return self.routed.recent
         recent = torch.full_like(rows.kv_len, min(self.routed.recent, LONGEST))
         return torch.where(rows.kv_len < min(least, LONGEST), rows.kv_len, recent)
-
-    def _routed_from(self, rows: Sequences) -> int:
-        return sys.maxsize if self.routed is None else self.routed.routed_from(len(rows.kv_len))
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:

@@ -27,11 +27,11 @@ from msattn.trainer.models.tap import TAP, LayerInputs, NotCopied, left_padding
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
 from msattn.trainer.serving.graphs import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
+from msattn.trainer.serving.sparse import Sparse
 
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from msattn.trainer.serving.sparse import Sparse
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
 OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
@@ -60,7 +60,7 @@ class DecodingSteps(NotCopied):
 
     device_type = "cuda"
 
-    def __init__(self, decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -> None:
+    def __init__(self, decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.decoder, self.sparse = decoder, sparse
         self.cuda_graphs = cuda_graphs and next(decoder.parameters()).is_cuda
         self.original = decoder.forward
@@ -136,7 +136,7 @@ class DecodingSteps(NotCopied):
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, routed_from = cache.layers, self.sparse.routed_from(len(_tokens(inputs)))
+        layers, routed_from = cache.layers, self.sparse.ways.routed_from(len(_tokens(inputs)))
         routed = length + 1 >= routed_from
         indexed = self.sparse.bucket_layers(cache) if routed else []
         if any(layer.rebuild_due(1) for layer in indexed):
@@ -312,7 +312,7 @@ def _never_steps(decoder: Any) -> str | None:
 
 
 @contextmanager
-def decoding_steps(decoder: nn.Module, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[None]:
+def decoding_steps(decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
     """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see :class:`DecodingSteps`."""
     layers: Any = decoder.layers
     if all(parameter.device.type not in (DecodingSteps.device_type, "meta") for parameter in decoder.parameters()):

@@ -23,7 +23,6 @@ from msattn.trainer.commands import serve
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.engines import generate_batch as batching
 from msattn.trainer.serving.engines.http import cache, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import exit_code, metrics_lines
@@ -330,7 +329,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("MSATTN_API_KEY", "")
     assert command()[0] == 2
     monkeypatch.delenv("MSATTN_API_KEY")
-    monkeypatch.setattr(batching.transformers, "__version__", "5.22.1")
+    monkeypatch.setattr("msattn.trainer.serving.paged.transformers.__version__", "5.22.1")
     assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from msattn.trainer.serving.engines.generate_batch import NEEDED
+from msattn.trainer.serving.paged import NEEDED
 
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < NEEDED
 

@@ -15,7 +15,6 @@ from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models import tap
 from msattn.trainer.serving import steps
 from msattn.trainer.serving.attach import attach, disable, enable
-from msattn.trainer.serving.engines import generate_batch as batching
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
@@ -65,7 +64,7 @@ def test_configurations_that_cannot_be_served_are_refused(name: str) -> None:
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     # A test that ran before may have imported transformers anew.
-    monkeypatch.setattr(batching.transformers, "__version__", "5.22.1")
+    monkeypatch.setattr("msattn.trainer.serving.paged.transformers.__version__", "5.22.1")
     with attach_reading_all(model) as sparse:
         for call in (lambda: model.generate_batch(prompts_of(20), GREEDY), sparse.batching_config):
             with pytest.raises(UserError, match=r"needs transformers 5.23 or newer, 5.22.1 is installed"):

@@ -17,8 +17,8 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Sequences
+from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
+from msattn.trainer.serving.cache.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged import PagedAttention
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together

@@ -26,7 +26,7 @@ from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.engines.generate_batch import batching_config
+from msattn.trainer.serving.paged import batching_config
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedModel

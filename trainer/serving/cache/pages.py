@@ -5,7 +5,7 @@ Only a page that is copied needs its state copied.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,28 @@ from msattn.trainer.models.rope import Rotation
 if TYPE_CHECKING:
     from msattn.trainer.config import GateConfig
     from msattn.trainer.models.layer_inputs import LayerInputs
-    from msattn.trainer.serving.cache.passes import PromptChunk
+
+
+class PromptChunk(NamedTuple):
+    """A sequence with several new tokens, the first of which is token ``first`` of the pass.
+
+    Attributes
+    ----------
+    queries, keys : number of new tokens, and of keys with theirs.
+    table : int32 ``[pages]``.
+    pooled : number of leading blocks whose pooled keys are known before the pass.
+    """
+
+    first: int
+    queries: int
+    keys: int
+    table: Tensor
+    pooled: int
+
+    @property
+    def tokens(self) -> slice:
+        """The tokens of the sequence in the pass."""
+        return slice(self.first, self.first + self.queries)
 
 
 class PagedState:
@@ -101,7 +122,7 @@ class PagedState:
         keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.pages(layer))
         return keys, values
 
-    def pool_keys(self, x: "LayerInputs", prompt: "PromptChunk", rotation: Rotation | None) -> Tensor:
+    def pool_keys(self, x: "LayerInputs", prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
         Keys that are not pooled yet are those of this pass, before RoPE, and cached ones (of the unfinished block, of tokens

@@ -14,31 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
+from msattn.trainer.serving.cache.pages import AllocatedState, PagedState, PromptChunk
 
 Rows = Tensor | slice
-
-
-class PromptChunk(NamedTuple):
-    """A sequence with several new tokens, the first of which is token ``first`` of the pass.
-
-    Attributes
-    ----------
-    queries, keys : number of new tokens, and of keys with theirs.
-    table : int32 ``[pages]``.
-    pooled : number of leading blocks whose pooled keys are known before the pass.
-    """
-
-    first: int
-    queries: int
-    keys: int
-    table: Tensor
-    pooled: int
-
-    @property
-    def tokens(self) -> slice:
-        """The tokens of the sequence in the pass."""
-        return slice(self.first, self.first + self.queries)
 
 
 @dataclass

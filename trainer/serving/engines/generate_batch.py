@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
@@ -18,37 +17,18 @@ from msattn.trainer.models.families import attention_layers, check_length, decod
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.graphs import uncapturable
+from msattn.trainer.serving.paged import batching_config, check_version
+from msattn.trainer.serving.sparse import Sparse
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-    from msattn.trainer.serving.sparse import Sparse
-
-NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
-PAGE_SIZE = 256
-MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
 MOST_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
 MOST_BUCKETS = torch.iinfo(torch.int16).max
 
 
-def batching_config(**options: Any) -> "ContinuousBatchingConfig":
-    """Returns the configuration of continuous batching that suits an attached model; ``options`` replace its values.
-
-    Raises
-    ------
-    UserError : transformers is too old.
-    """
-    check_version("generate_batch")
-    from transformers import ContinuousBatchingConfig
-
-    own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
-    if torch.cuda.is_available():
-        own |= {"max_memory_percent": MEMORY, "use_cuda_graph": (False, True)}
-    return ContinuousBatchingConfig(**{**own, **options})
-
-
 @contextmanager
-def batching(model: Any, sparse: "Sparse", *, cuda_graphs: bool) -> Iterator[None]:
+def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
     """Lets a model create managers of continuous batching inside the context, which end with it."""
     original = getattr(model, "init_continuous_batching", None)
     if original is None:
@@ -74,7 +54,7 @@ class Managers:
     cuda_graphs : whether new tokens are decoded with CUDA graphs on a GPU.
     """
 
-    def __init__(self, original: Any, sparse: "Sparse", *, cuda_graphs: bool) -> None:
+    def __init__(self, original: Any, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
         self.model = original.__self__  # of a PEFT model, the one inside
         self.original_batch = self.model.generate_batch
@@ -183,16 +163,7 @@ def _ended() -> None:
     raise UserError("generate_batch: this manager has ended with its attached context; create another one")
 
 
-def check_version(caller: str) -> None:
-    """Raises UserError, which names the ``caller``, if transformers is too old."""
-    installed, needed = transformers.__version__, ".".join(map(str, NEEDED))
-    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
-        raise UserError(
-            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip install -U 'transformers>={needed}'"
-        )
-
-
-def check_attached(model: Any, sparse: "Sparse") -> None:
+def check_attached(model: Any, sparse: Sparse) -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: accepted are language models, not models with images")
@@ -201,7 +172,7 @@ def check_attached(model: Any, sparse: "Sparse") -> None:
     check_paged(decoder(model).config, sparse, "generate_batch")
 
 
-def check_paged(config: Any, sparse: "Sparse", engine: str) -> None:
+def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     """Raises UserError, which names the ``engine``, unless sparse attention of a decoder can be served over pages."""
     for layer in attention_layers(config):
         if layer.kept is not None:
@@ -225,14 +196,14 @@ def check_paged(config: Any, sparse: "Sparse", engine: str) -> None:
         raise UserError(f"qmodel: {engine} takes up to {MOST_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
 
 
-def check_page_size(size: int, sparse: "Sparse", name: str = "page_size") -> None:
+def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
     """Raises UserError, which calls it ``name``, for a size of pages that do not hold whole blocks of the gate."""
     if sparse.gate is not None:
         block = sparse.gate.cfg.block_size
         require(size % block == 0, name, size, f"accepted are multiples of {block}, the gate's block size")
 
 
-def check_config(config: "ContinuousBatchingConfig", sparse: "Sparse") -> None:
+def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     """Raises UserError for a value of a configuration that sparse attention cannot serve."""
     check_page_size(config.page_size, sparse)
     require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")

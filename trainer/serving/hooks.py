@@ -1,0 +1,142 @@
+"""Hooks of the decoder of an attached model, which prepare the cache of a pass and check what the pass is given."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.models.families import check_length, num_layers, served_layers
+from msattn.trainer.models.tap import PAGES, NotCopied, is_tapped
+from msattn.trainer.serving.cache.install import check_memory, install_layers
+from msattn.trainer.serving.cache.layers import FEW_TOKENS, BucketLayer
+from msattn.trainer.serving.inputs import check_held, check_inputs
+from msattn.trainer.serving.paged import is_paged
+from msattn.trainer.serving.sparse import Sparse
+
+
+@contextmanager
+def hooked(decoder: nn.Module, sparse: Sparse) -> Iterator[None]:
+    """Registers the hooks of a decoder inside the context."""
+    hooks = DecoderHooks(sparse)
+    handles = [
+        decoder.register_forward_pre_hook(hooks.prepare_cache, with_kwargs=True),
+        decoder.register_forward_hook(hooks.guard_backward),
+    ]
+    try:
+        yield
+    finally:
+        hooks.attached = False
+        for handle in handles:
+            handle.remove()
+
+
+class DecoderHooks(NotCopied):
+    """The hooks of one decoder with sparse attention."""
+
+    def __init__(self, sparse: Sparse) -> None:
+        self.sparse, self.attached = sparse, True
+        self._prepared: WeakSet[Any] = WeakSet()  # caches
+
+    def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of the decoder, which installs its layers in the cache."""
+        if args:
+            names = list(signature(type(module).forward).parameters)[1:]
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        config: Any = module.config
+        self._check_outputs(config, kwargs)
+        if is_paged(kwargs):
+            return args, self.sparse.paged.begin(config, kwargs)
+        kwargs.pop(PAGES, None)
+        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=config)
+        if cache is None:
+            check_inputs(module, kwargs)
+        else:
+            self._prepare(cache, module, kwargs)
+        return args, {**kwargs, "past_key_values": cache}
+
+    def _prepare(self, cache: Any, module: Any, kwargs: dict[str, Any]) -> None:
+        """Installs the decoder's layers in a cache that is new to it, and checks the pass over it."""
+        config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
+        static = is_new and getattr(cache, "is_compileable", False)
+        if is_new:
+            layers, served = num_layers(config), served_layers(config)
+            dense = tuple(set(range(layers)) - self.sparse.routed_layers)
+            routed = self.sparse.routed
+            router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)
+            install_layers(cache, router, num_layers=layers, served=served, dense_layers=dense, rebuild_every=every)
+        cached = cache.get_seq_length()
+        tokens = check_inputs(module, kwargs, cached=cached, static=static)
+        if tokens is None:  # the model has a message of its own
+            return
+        check_held(cache, config, len(tokens), self.sparse.kv_heads, every_layer=is_new)
+        if is_new:
+            self._check_partition(cache)
+            self._prepared.add(cache)
+        self._check_prompt(config, cached, tokens.shape[1])
+        check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
+
+    def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
+        """Raises UserError for a prompt that exceeds the model's positions; decoded tokens and drafts may."""
+        if tokens > (FEW_TOKENS if cached else 1):
+            check_length(
+                config, cached + tokens, f"prompt of {tokens} tokens" + (f" after {cached} cached ones" if cached else "")
+            )
+
+    def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
+        """Raises UserError where the model would silently run without this attention, or without attention weights."""
+        if not is_tapped(config):
+            raise UserError(
+                f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
+                "the attached context"
+            )
+        if kwargs.get("output_attentions") or config.output_attentions:
+            raise UserError("output_attentions=True: sparse attention has no attention weights to return")
+
+    def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
+        """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
+        hidden: Tensor = output[0]
+        if hidden.requires_grad and any(
+            layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers
+        ):
+            hidden.register_hook(self._check_attached)
+
+    def _check_attached(self, gradient: Tensor) -> None:
+        if not self.attached:
+            raise UserError(
+                "backward: with activation checkpointing it runs the forward pass again, so call it inside the attached context"
+            )
+
+    def _check_partition(self, cache: Any) -> None:
+        """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
+        if self.sparse.routed is None:
+            return
+        router = self.sparse.routed.router
+        partition: Any = getattr(router, "partition", router)  # a QModel has a KMeans, a KMeans routes itself
+        for layer in cache.layers:
+            if not isinstance(layer, BucketLayer):
+                continue
+            if layer.partition is None:
+                layer.partition = partition
+            elif not _same_partition(layer.partition, partition):
+                raise UserError(
+                    "past_key_values: its buckets were made with another k-means or router than the one attached now"
+                )
+
+
+def _same_partition(a: Any, b: Any) -> bool:
+    """Returns whether two partitions assign each key to the same bucket, and summarize buckets alike."""
+    if isinstance(a, KMeans) and isinstance(b, KMeans):
+        return a is b or (a.rope == b.rope and torch.equal(a.centroids, b.centroids))
+    if isinstance(a, DecodeGate) and isinstance(b, DecodeGate):  # summaries are made with their weights
+        return a is b or (a.cfg == b.cfg and all(map(torch.equal, a.state_dict().values(), b.state_dict().values())))
+    return a is b
