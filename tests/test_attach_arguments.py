@@ -61,7 +61,7 @@ def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     with msattn.attach(embedded, qmodel="embedded", keys=0.02) as sparse:
         assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
         assert sparse.routed is not None
-        assert 1 < (sparse.routed.threshold or 0) < 20
+        assert 1 < (sparse.routed.density or 0) < 20
     ids = random_tokens(1, 700)
     calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
     assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)

@@ -16,9 +16,9 @@ from msattn.trainer.methods.buckets import route
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from msattn.trainer.serving.routed import decode_attention
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer
+from msattn.trainer.serving.routed import decode_attention
 from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5

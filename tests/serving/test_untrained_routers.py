@@ -120,7 +120,7 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
     k = torch.randn(2, KV_HEADS, 200, SIZE, generator=random, dtype=torch.float64)
     q = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64)
     padding, group = torch.tensor([0, 70], dtype=torch.int32), HEADS // KV_HEADS
-    options = {"threshold": 1.0} if name == "classifiers by density" else {}
+    options = {"density": 1.0} if name == "classifiers by density" else {}
     if name in ROUTERS:
         router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
         alone.kv_heads = HEADS

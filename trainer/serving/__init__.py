@@ -1,6 +1,6 @@
 """Serving an attached model.
 
-``attach`` is the public function and ``options`` its options. ``build`` makes a ``Sparse`` of what it or vLLM is given: ``checks``
+``attach`` is the public function and ``options`` its options. ``build`` makes a ``Sparse`` of what it or vLLM gets: ``checks``
 checks it, ``loading`` loads artifacts, ``reads`` says how much new tokens read. ``sparse`` computes attention over contiguous
 caches and ``paged`` over pages: dense, over blocks or, with ``routed``, over buckets, as ``dispatch`` decides; ``statistics``
 counts what they read. ``cache`` holds keys, values and buckets; ``hooks`` prepare it for a pass, and ``inputs`` checks what the

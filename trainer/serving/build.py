@@ -88,7 +88,7 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     routed = None
     if router is not None:
         routed = RoutedDecoding(
-            router, **numbers, threshold=reads.density, probability=reads.probability, independent=options.independent,
+            router, **numbers, density=reads.density, probability=reads.probability, independent=options.independent,
             routed_from=_routed_from(host, router, numbers, reads.share, dense_below, device),
             measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip

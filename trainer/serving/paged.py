@@ -214,10 +214,10 @@ class PagedAttention:
         """Returns the buckets that the new tokens of sequences visit, int32 ``[B, Hkv, L]``."""
         assert self.routed is not None
         router: Any = self.routed.router
-        if self.routed.threshold is None:
+        if self.routed.density is None:
             return route(router, x, self.routed.probes)
         sizes = paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=router.num_buckets)
-        return route_by_density(router, x, sizes, self.routed.threshold, self.routed.probes)
+        return route_by_density(router, x, sizes, self.routed.density, self.routed.probes)
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""

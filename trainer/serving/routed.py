@@ -39,7 +39,7 @@ class RoutedDecoding:
     ----------
     router : chooses the buckets.
     probes, recent, sink, dense_layers : as for :func:`msattn.trainer.serving.attach.attach`.
-    threshold : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
+    density : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
     probability : of a decode gate, probability from which a block is read, instead of its density.
     independent : each query head visits buckets of its own; otherwise a query group shares them.
     routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
@@ -55,7 +55,7 @@ class RoutedDecoding:
         recent: int,
         sink: int,
         dense_layers: tuple[int, ...],
-        threshold: float | None = None,
+        density: float | None = None,
         probability: float | None = None,
         independent: bool = False,
         routed_from: Callable[[int], int],
@@ -63,7 +63,7 @@ class RoutedDecoding:
         statistics: Statistics,
     ) -> None:
         self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
-        self.threshold, self.probability, self.independent = threshold, probability, independent
+        self.density, self.probability, self.independent = density, probability, independent
         self.layers = frozenset(router.layers) - frozenset(dense_layers)
         self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
         self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
@@ -108,11 +108,11 @@ class RoutedDecoding:
         """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
         if isinstance(self.router, PageRouter):
             return self._visited_pages(self.router, x, window)
-        if self.threshold is None:
+        if self.density is None:
             return route(self.router, x, self.probes, by_head=self.independent)
         sizes = x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)  # rows may be queries of one sequence
         classifier = cast("QModel", self.router)  # the router of pages that reads shares is the case above
-        return route_by_density(classifier, x, sizes, self.threshold, self.probes, by_head=self.independent)
+        return route_by_density(classifier, x, sizes, self.density, self.probes, by_head=self.independent)
 
     def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
@@ -120,10 +120,10 @@ class RoutedDecoding:
         scores = router.far_scores(x, x.cache.summaries, window, by_head=self.independent)
         if self.probability is not None:
             return dense_buckets(far_probabilities(scores), self.probability, self.probes)
-        if self.threshold is None:
+        if self.density is None:
             return router.choose(scores, self.probes)
         sizes = x.cache.index.offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // x.k.shape[1], 1)
-        return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.threshold, self.probes)
+        return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.density, self.probes)
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:
