@@ -27,8 +27,6 @@ from msattn.trainer.models.families import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-MOST_TOKENS = 10**9
-
 
 def check_model(model: Any) -> None:
     """Raises UserError for what is no model, and as :func:`msattn.trainer.models.families.check_supported`."""
@@ -84,24 +82,6 @@ def check_router(router: QModel | KMeans | DecodeGate | UntrainedRouter, config:
     if isinstance(router, QModel) and router.weight_in.shape[1] != num_kv_heads(config):
         _check_shape("qmodel", {"num_heads": router.weight_in.shape[1]}, config)
     _check_finite("qmodel", router)
-
-
-def check_numbers(
-    router: QModel | KMeans | DecodeGate | UntrainedRouter,
-    config: "PreTrainedConfig",
-    *,
-    probes: int,
-    recent: int,
-    sink: int,
-    dense_layers: tuple[int, ...],
-) -> None:
-    """Raises UserError for numbers of decoding that are out of range."""
-    buckets, layers = router.num_buckets, num_layers(config)
-    require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets}, the number of buckets")
-    require(1 <= recent <= MOST_TOKENS, "recent", recent, f"accepted are 1 to {MOST_TOKENS:,} tokens")
-    require(0 <= sink <= MOST_TOKENS, "sink", sink, f"accepted are 0 to {MOST_TOKENS:,} tokens")
-    ok = all(0 <= layer < layers for layer in dense_layers)
-    require(ok, "dense_layers", dense_layers, f"accepted are 0 to {layers - 1}")
 
 
 def _check_served(layers: Sequence[int], config: "PreTrainedConfig") -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.serving.cache.layers import FEW_TOKENS
+from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS
 from msattn.trainer.serving.routed import RoutedDecoding
 
 
@@ -40,7 +40,7 @@ class Dispatch:
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Returns whether the tokens of a pass are served together as a prompt, rather than each as a new token."""
-        return queries == keys or queries > (1 if self.routed is None else FEW_TOKENS)
+        return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
     def of_prompt(self, queries: int, keys: int, *, known: bool = True) -> Way:
         """Returns the way of a prompt; ``known`` says whether a gate has what it needs of cached keys."""

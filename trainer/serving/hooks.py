@@ -16,7 +16,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.families import check_length, num_layers, served_layers
 from msattn.trainer.models.tap import PAGES, NotCopied, is_tapped
 from msattn.trainer.serving.cache.install import check_memory, install_layers
-from msattn.trainer.serving.cache.layers import FEW_TOKENS, BucketLayer
+from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS, BucketLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs
 from msattn.trainer.serving.paged import is_paged
 from msattn.trainer.serving.sparse import Sparse
@@ -87,7 +87,7 @@ class DecoderHooks(NotCopied):
 
     def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
         """Raises UserError for a prompt that exceeds the model's positions; decoded tokens and drafts may."""
-        if tokens > (FEW_TOKENS if cached else 1):
+        if tokens > (MAX_ROUTED_TOKENS if cached else 1):
             check_length(
                 config, cached + tokens, f"prompt of {tokens} tokens" + (f" after {cached} cached ones" if cached else "")
             )

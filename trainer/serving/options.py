@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
 from msattn.trainer.config import ReadOptions, SelectConfig
-from msattn.trainer.config.values import alternatives, has_type, require
+from msattn.trainer.config.values import has_type, require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -89,13 +90,16 @@ class AttachOptions(ReadOptions):
             if isinstance(getattr(self, name), gates):
                 raise UserError(f"{name}: these are gates with gate.phase={phase}; give them as {other}=")
         for item in fields(self):
-            value, kinds = getattr(self, item.name), [_plain(each) for each in alternatives(item.type)]
+            value, kinds = getattr(self, item.name), _kinds(item.type)
             require(_is_one_of(value, kinds), item.name, repr(value), f"accepted is {ACCEPTED[kinds[0]]}")
 
 
-def _plain(kind: Any) -> Any:
-    """Returns an annotation without parameters."""
-    return getattr(kind, "__origin__", kind)
+def _kinds(annotated: Any) -> list[Any]:
+    """Returns the types of an annotation, without parameters and constraints."""
+    origin, arguments = get_origin(annotated), get_args(annotated)
+    if origin in (Union, UnionType):
+        return [kind for each in arguments for kind in _kinds(each)]
+    return _kinds(arguments[0]) if origin is Annotated else [origin or annotated]
 
 
 def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:

@@ -43,12 +43,7 @@ LONGEST = torch.iinfo(torch.int32).max
 
 
 def batching_config(**options: Any) -> "ContinuousBatchingConfig":
-    """Returns the configuration of continuous batching that suits an attached model; ``options`` replace its values.
-
-    Raises
-    ------
-    UserError : transformers is too old.
-    """
+    """Returns the configuration of :meth:`msattn.trainer.serving.sparse.Sparse.batching_config`."""
     check_version("generate_batch")
     from transformers import ContinuousBatchingConfig
 

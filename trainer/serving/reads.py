@@ -8,10 +8,12 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
-from msattn.trainer.serving.checks import check_numbers, check_router
+from msattn.trainer.models.families import num_layers
+from msattn.trainer.serving.checks import check_router
 from msattn.trainer.serving.loading import AnyRouter
 from msattn.trainer.serving.options import AttachOptions
 
+MAX_TOKENS = 10**9
 # How routers are served whose manifest records nothing.
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
 
@@ -31,8 +33,12 @@ def checked_numbers(config: Any, router: AnyRouter | None, **given: Any) -> dict
     check_router(router, config)
     if router.artifact is None and given["probes"] is None:
         given["probes"] = min(SERVING["probes"], router.num_buckets)
-    numbers = serving_numbers(router, given)
-    check_numbers(router, config, **numbers)
+    numbers, buckets, layers = serving_numbers(router, given), router.num_buckets, num_layers(config)
+    for name, least, most in (("probes", 0, buckets), ("recent", 1, MAX_TOKENS), ("sink", 0, MAX_TOKENS)):
+        what = "the number of buckets" if name == "probes" else "tokens"
+        require(least <= numbers[name] <= most, name, numbers[name], f"accepted are {least} to {most:,}, {what}")
+    ok = all(0 <= layer < layers for layer in numbers["dense_layers"])
+    require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
     return numbers
 
 

@@ -26,13 +26,7 @@ class Sparse(NotCopied):
     """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.serving.attach.attach`."""
 
     def __init__(
-        self,
-        ways: Dispatch,
-        statistics: Statistics,
-        *,
-        rotation: Rotation | None,
-        kv_heads: int,
-        measure_recall: bool,
+        self, ways: Dispatch, statistics: Statistics, *, rotation: Rotation | None, kv_heads: int, measure_recall: bool
     ) -> None:
         self.ways, self.statistics = ways, statistics
         self.selection, self.routed = ways.selection, ways.routed

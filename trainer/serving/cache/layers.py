@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REBUILD_EVERY = 64
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
-FEW_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
+MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 
 
 class GrowingLayer(DynamicLayer):
@@ -232,7 +232,7 @@ class BucketLayer(GrowingLayer):
         start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
             raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
-        due = num_new > FEW_TOKENS or self.rebuild_due(0)
+        due = num_new > MAX_ROUTED_TOKENS or self.rebuild_due(0)
         if rotation is not None and not due:
             return
         for first in range(start, num_keys, ASSIGNED_AT_ONCE):

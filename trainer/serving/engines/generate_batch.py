@@ -23,8 +23,8 @@ from msattn.trainer.serving.sparse import Sparse
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-MOST_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
-MOST_BUCKETS = torch.iinfo(torch.int16).max
+MAX_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
+MAX_BUCKETS = torch.iinfo(torch.int16).max
 
 
 @contextmanager
@@ -115,7 +115,7 @@ class Managers:
         resolved.max_blocks_per_request = pages
         resolved.use_cuda_graph = (False, captures and reason is None)
         if given.max_requests_per_batch is None:
-            resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MOST_REQUESTS)
+            resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MAX_REQUESTS)
         manager._create_batch_processor = partial(self._create_processor, manager._create_batch_processor)
         manager.warmup = partial(self._warm_up, manager.warmup)
         manager.add_request = partial(self._add_request, manager.add_request)
@@ -192,8 +192,8 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
         raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
     if routed.independent:
         raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
-    if router.num_buckets > MOST_BUCKETS:
-        raise UserError(f"qmodel: {engine} takes up to {MOST_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
+    if router.num_buckets > MAX_BUCKETS:
+        raise UserError(f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
