@@ -51,12 +51,7 @@ class Host(NamedTuple):
 
 
 def build_sparse(host: Host, options: AttachOptions) -> Sparse:
-    """Builds the sparse attention of a model of a supported family.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.serving.attach.attach`.
-    """
+    """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
     gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
     require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
@@ -102,12 +97,7 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
 
 
 def _check_same_model(host: Host, gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
-    """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.artifacts.check_model`.
-    """
+    """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check."""
     saved = [module.artifact for module in (gate, router) if module is not None and module.artifact is not None]
     if not saved:
         return []
@@ -148,12 +138,7 @@ def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None,
 def _of_rank(
     shard: HeadShard, given: Selection | SelectConfig | None, selection: Selection | None, router: AnyRouter | None
 ) -> tuple[Selection | None, AnyRouter | None]:
-    """Returns selection and router for the heads that this rank of a tensor-parallel model computes.
-
-    Raises
-    ------
-    UserError : the weights of a ``Selection`` object cannot be divided.
-    """
+    """Returns selection and router for the heads of this rank; UserError for a ``Selection`` object with weights."""
     if selection is not None and selection.gate is not None:
         if isinstance(given, Selection):
             raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")

@@ -102,12 +102,7 @@ class PagedAttention:
             self._managers.add(manager)
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a decoder with the pass that they describe.
-
-        Raises
-        ------
-        UserError : the pass is one of a manager that was created with another attention.
-        """
+        """Returns the arguments of a decoder with their pass; UserError for a manager of another attention."""
         state = self._state(arguments["cache"], config)
         now = PagedPass.of(state, arguments, partial(self._is_sparse, state))
         self._start(now)
