@@ -213,7 +213,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
     with pytest.raises(UserError, match=r"select\.dense_below=-1: accepted is an integer"):
         SelectConfig(dense_below=-1)
-    with pytest.raises(UserError, match=r"select\.dense_below=never"):
+    with pytest.raises(UserError, match=r"select\.dense_below='never'"):
         SelectConfig(dense_below="never")
 
 

@@ -1,7 +1,10 @@
 """The forms in which attach takes artifacts and selections, its defaults, and enable without a context."""
 
+import inspect
+import re
 import shutil
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving import build
 from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.serving.options import AttachOptions
 from tests.factory import random_tokens, tiny_model
 
 
@@ -171,3 +175,10 @@ def test_autocast_and_compile(embedded: Any) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
         assert sparse.stats()["sparsity"] == pytest.approx(before, abs=0.05)
+
+
+def test_every_option_is_in_the_signature_and_the_help() -> None:
+    for function in (msattn.attach, msattn.enable):
+        parameters = inspect.signature(function).parameters
+        assert [*parameters] == ["model", *(item.name for item in fields(AttachOptions))]
+        assert not [name for name in parameters if not re.search(rf"^{name} : ", function.__doc__ or "", re.M)]

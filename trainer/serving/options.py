@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -90,16 +90,14 @@ class AttachOptions(ReadOptions):
             if isinstance(getattr(self, name), gates):
                 raise UserError(f"{name}: these are gates with gate.phase={phase}; give them as {other}=")
         for item in fields(self):
-            value, kinds = getattr(self, item.name), _kinds(item.type)
+            value, kinds = getattr(self, item.name), _kinds(TYPES[item.name])
             require(_is_one_of(value, kinds), item.name, repr(value), f"accepted is {ACCEPTED[kinds[0]]}")
 
 
 def _kinds(annotated: Any) -> list[Any]:
-    """Returns the types of an annotation, without parameters and constraints."""
-    origin, arguments = get_origin(annotated), get_args(annotated)
-    if origin in (Union, UnionType):
-        return [kind for each in arguments for kind in _kinds(each)]
-    return _kinds(arguments[0]) if origin is Annotated else [origin or annotated]
+    """Returns the types of an annotation, without parameters."""
+    several = get_args(annotated) if get_origin(annotated) in (Union, UnionType) else [annotated]
+    return [get_origin(each) or each for each in several]
 
 
 def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:
@@ -112,6 +110,7 @@ def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:
     return any(has_type(value, each) for each in kinds)
 
 
+TYPES = get_type_hints(AttachOptions)  # without the constraints of the configuration
 VLLM_KEYS = tuple(item.name for item in fields(AttachOptions) if item.metadata.get("vllm", True))
 
 
@@ -126,12 +125,15 @@ def takes(
             return function(model, options(*args, **kwargs))
 
         signature, documented = inspect.signature(function), (AttachOptions, ReadOptions)
-        parameters = [signature.parameters["model"], *inspect.signature(options).parameters.values()]
+        keywords = [
+            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=TYPES[item.name])
+            for item in fields(AttachOptions)
+        ]
+        parameters = [signature.parameters["model"], *keywords]
         vars(call)["__signature__"] = signature.replace(parameters=parameters)
         fields_help = [inspect.cleandoc(each.__doc__ or "").partition("---\n")[2].partition("\n\n")[0] for each in documented]
-        call.__doc__ = inspect.cleandoc(function.__doc__ or "").replace(
-            "**options : :class:`AttachOptions`.", "\n".join(fields_help)
-        )
+        listed = "\n".join(fields_help).replace("null", "None")  # as YAML calls it
+        call.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("**options : :class:`AttachOptions`.", listed)
         return call
 
     return decorate
