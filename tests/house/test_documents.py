@@ -3,8 +3,6 @@
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +51,12 @@ def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]
     assert re.search(r"sparsity 0\.[1-9]\d*, selectivity 0\.[1-9]", capsys.readouterr().out)
 
 
+GUIDE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guide").glob("*.md"))
+
+
 @pytest.mark.parametrize(
-    "document", ["README.md", pytest.param("docs/guide.md", marks=pytest.mark.slow), "docs/kernels.md", "docs/serving.md"]
+    "document",
+    ["README.md", "docs/kernels.md", "docs/serving.md", *(pytest.param(page, marks=pytest.mark.slow) for page in GUIDE)],
 )
 def test_the_documents_commands_are_real(document: str) -> None:
     """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
@@ -62,9 +64,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
     from msattn.trainer.commands.jobs import COMMANDS
     from msattn.trainer.config import RunConfig
 
-    found = commands(document)
-    assert len(found) > 3
-    for line in found:
+    for line in commands(document):
         program, *words = shlex.split(line)
         if program == "torchrun":
             program, *words = words[words.index("msattn") :]
@@ -118,16 +118,20 @@ def test_the_kernels_document_has_every_operation() -> None:
     assert measured == {f"op={name}" for name in OPERATIONS}
 
 
+def anchors(document: Path) -> set[str]:
+    """Returns the anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_within_the_documents_hold() -> None:
-    for document in (path for folder in (".", "docs", "outputs", ".github") for path in (ROOT / folder).glob("*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
-            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
-
-
-@pytest.mark.slow
-def test_the_figures_are_drawn_from_the_kept_files(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs/figures", tmp_path / "figures", ignore=shutil.ignore_patterns("*.svg"))
-    subprocess.run([sys.executable, str(tmp_path / "figures/draw.py")], check=True)
-    drawn = {path.name for path in (tmp_path / "figures").glob("*.svg")}
-    assert drawn == {path.name for path in (ROOT / "docs/figures").glob("*.svg")}
-    assert len(drawn) == 10
+    """Every linked file and heading exists."""
+    folders = (".", "docs", "docs/guide", "outputs", ".github")
+    for document in (path for folder in folders for path in (ROOT / folder).glob("*.md")):
+        text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text):
+            linked = document.parent / target if target else document
+            name = f"{document.relative_to(ROOT)} links to {target}#{anchor}"
+            assert linked.exists(), name
+            assert not anchor or anchor in anchors(linked), name
