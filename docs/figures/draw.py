@@ -1,18 +1,17 @@
-"""Draws the figures of README and docs/results.md from the CSV files in this folder, for light and dark pages.
+"""Draws the figures of the documents, for light and dark pages, and writes their tables, from the CSV files in this folder.
 
-``speed.csv``, ``decode.csv``, ``quality.csv``, ``teacher.csv`` and ``ruler.csv`` are from evaluations; docs/results.md names
-the commands. Run::
+The files are from evaluations; docs/results.md and docs/measurements.md name the commands. Run::
 
     python docs/figures/draw.py
 """
 
-import csv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+import tables
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -40,12 +39,6 @@ THEMES = {
 }
 
 
-def read(name: str) -> Rows:
-    """The rows of one CSV file."""
-    with (FOLDER / name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[float]]:
     """Columns ``x`` and ``y`` of the rows whose columns equal ``where``, ordered by ``x``."""
     points = sorted((float(row[x]), float(row[y])) for row in rows if all(row[key] == value for key, value in where.items()))
@@ -54,7 +47,7 @@ def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[
 
 def draw_prefill(axes: Axes, theme: Theme) -> None:
     """Seconds to the first token against prompt length, dense and at three sparsities."""
-    rows = [row for row in read("speed.csv") if not row["situation"]]  # whole prompts
+    rows = [row for row in tables.rows("speed") if not row["situation"]]  # whole prompts
     for kernel, style in (("flash", "--"), ("cuDNN", ":")):
         x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
@@ -71,7 +64,7 @@ def draw_prefill(axes: Axes, theme: Theme) -> None:
 
 def draw_decode(axes: Axes, theme: Theme) -> None:
     """Tokens per second of ``generate`` against cache length, dense and routed; of SDPA's kernels, a step as a CUDA graph."""
-    rows = [row for row in read("decode.csv") if row["batch"] == "1"]
+    rows = [row for row in tables.rows("decode") if row["batch"] == "1"]
     for kernel, style, shift in (("flash", "--", -7), ("cuDNN", ":", 0)):
         x, y = series(rows, "length", "score", method=f"dense, {kernel}")
         axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
@@ -90,7 +83,7 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
 
 def draw_quality(axes: Axes, theme: Theme) -> None:
     """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
-    rows = [row for row in read("teacher.csv") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
+    rows = [row for row in tables.rows("teacher") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
     rows = [row for row in rows if row["seed"] in ("", "0")]
     names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
     lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(names.items(), theme.baselines, strict=True)]
@@ -108,7 +101,7 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
 def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of blocks read: gates of three seeds and training-free selections."""
     names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
-    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
+    rows = [row for row in tables.rows("ruler") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
     for (method, name), color in zip(names.items(), theme.baselines, strict=True):
         draw_line(axes, series(rows, "selectivity", "score", method=method, select="topk"), color, name)
     draw_line(axes, series(rows, "selectivity", "score", method="oracle", select="topk"), theme.peer, "true block map", ":")
@@ -123,7 +116,7 @@ def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
 def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of the keys that new tokens read: classifiers and other routers."""
     names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys", "k-means": "k-means, seed 0"}
-    rows = [row for row in read("ruler.csv") if row["length"] == "16384" and row["select"] == ""]
+    rows = [row for row in tables.rows("ruler") if row["length"] == "16384" and row["select"] == ""]
     for (method, name), color in zip(names.items(), theme.baselines, strict=True):
         of_one_seed = [row for row in rows if row["seed"] in ("", "0")]
         draw_line(axes, series(of_one_seed, "selectivity", "score", method=method), color, name)
@@ -208,7 +201,7 @@ def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
 
 
 def main() -> None:
-    """Writes ``<name>-<theme>.svg`` for every figure and theme."""
+    """Writes ``<name>-<theme>.svg`` for every figure and theme, and the tables of the documents."""
     figures = {
         "prefill": draw_prefill,
         "decode": draw_decode,
@@ -222,6 +215,7 @@ def main() -> None:
                 drawn = figure(draw, theme)
                 drawn.savefig(FOLDER / f"{name}-{label}.svg", metadata={"Date": None})
                 plt.close(drawn)
+    tables.main()
 
 
 if __name__ == "__main__":
