@@ -1,9 +1,11 @@
 """The documents: their commands, examples, links and figures."""
 
+import ast
 import re
 import runpy
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,26 @@ def test_the_kernels_document_has_every_operation() -> None:
     assert measured == set(OPERATIONS)
 
 
+DOCUMENTS = [path for folder in (".", "docs", "docs/guide", "outputs", ".github") for path in (ROOT / folder).glob("*.md")]
+
+
+def test_the_examples_import_what_exists() -> None:
+    for document in DOCUMENTS:
+        for block in blocks(str(document), "python"):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("msattn"):
+                    module = import_module(str(node.module))
+                    missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                    assert not missing, f"{document.relative_to(ROOT)}: {node.module} has no {missing}"
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:kernels|trainer|conf|tests|docs|\.ci)/[\w./-]+)[` ]", text)
+    assert len(named) > 30
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def anchors(document: Path) -> set[str]:
     """Returns the anchors of a document's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -128,8 +150,7 @@ def anchors(document: Path) -> set[str]:
 
 def test_links_within_the_documents_hold() -> None:
     """Every linked file and heading exists."""
-    folders = (".", "docs", "docs/guide", "outputs", ".github")
-    for document in (path for folder in folders for path in (ROOT / folder).glob("*.md")):
+    for document in DOCUMENTS:
         text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", text):
             linked = document.parent / target if target else document
