@@ -243,10 +243,7 @@ TABLES = {
     "smollm2-keys": table(
         "public",
         "new tokens read by|setting",
-        keys(
-            {"classifier, calibrated": FAR[1:], "classifier": PROBES[1:], "Quest pages": PROBES[1:]}
-            | {"k-means of keys before RoPE": PROBES[2:]}
-        ),
+        keys({"classifier, calibrated": FAR[1:], "classifier": PROBES[1:], "Quest pages": PROBES[1:]}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
     ),
@@ -265,6 +262,7 @@ TABLES = {
                 key: row[key] for key in ("model", "scores", "sparsity")
             }
             for row in rows("realised")
+            if row["sparsity"] != "0.9"
         },
         [cell(f"{int(x):,} tokens", ".1%", "realised", length=x) for x in ("2048", "4096", "8192", "16384", "32768")],
     ),
