@@ -13,7 +13,6 @@ BASELINES = ("quest", "vertical_slash", "mean_pool")
 GATES = ("gate", "gate (embedded)")
 SHOWN = ("dense", *GATES, *BASELINES)  # methods whose answers to a prompt are printed
 
-
 STEPS = {  # commands and what they do
     "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
     "fit-kmeans": "Clusters the keys before RoPE into buckets by k-means.",

@@ -182,7 +182,7 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.serving.attach.Sparse.stats`."""
+    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.serving.sparse.Sparse.stats`."""
 
     text: str
     clock: Clock

@@ -1,7 +1,7 @@
 """Policies that select blocks by their scores: ``policy(scores, candidates)`` returns a block mask or a zoom map.
 
 ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a probability distribution over the visible blocks, or larger in a last row
-(:class:`msattn.trainer.methods.selection.GateScores`). ``candidates`` holds the
+(:class:`msattn.trainer.methods.gate.attn_gate.GateScores`). ``candidates`` holds the
 blocks that may be read, and those that must be read. In a zoom map, a block at zoom z is read at 1 / z of its tokens.
 """
 

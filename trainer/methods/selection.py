@@ -82,7 +82,7 @@ class Selection:
         gate : the gate whose scores are used, with ``scores="gate"``.
         scorer : source of the scores ``a_shape``, from ``measure_spans``; None: the one that
             ``cfg.scores`` names.
-        thresholds : table of ``calibrate`` for the policy ``calibrated``; None: the gate's.
+        thresholds : table of ``calibrate_blocks`` for the policy ``calibrated``; None: the gate's.
 
         Raises
         ------

@@ -95,7 +95,7 @@ class BlockThresholds:
 
 @dataclass(frozen=True)
 class FixedThresholds:
-    """Schema of the thresholds of artifacts before version 0.3, for rows of one length."""
+    """Schema of the thresholds of gates before version 0.2, for rows of one length."""
 
     floor: Share
     sparsities: list[Share]
@@ -141,7 +141,7 @@ def calibrate_blocks(
 
     Parameters
     ----------
-    scorers : sources of block scores by name, of gates (:class:`msattn.trainer.methods.selection.GateScores`) or baselines.
+    scorers : sources of block scores by name, of gates (``GateScores``) or of methods without training.
     chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     always : blocks that each row reads in any case.
     floor : part of its top-k share that each row reads regardless of the threshold, in [0, 1].

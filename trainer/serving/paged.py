@@ -148,7 +148,7 @@ class PagedAttention:
             self._states.clear()
 
     def attend(self, x: LayerInputs) -> Tensor:
-        """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; those of padding get anything.
+        """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; the values of padding have no meaning.
 
         ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
         """

@@ -99,6 +99,7 @@ class Sparse(NotCopied):
         if isinstance(x.cache, PagedPass):
             return self.paged.attend(x)
         pays = x.num_keys >= self.ways.routed_from(len(x.q))
+        # Also of prompts: the keys get their buckets now, while those before RoPE are at hand.
         layer = self._bucket_layer(x) if pays or self.rotation is None else None
         if self.ways.is_prompt(x.num_queries, x.num_keys):
             return self._prompt(x)

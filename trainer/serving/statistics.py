@@ -13,7 +13,7 @@ from msattn.trainer.models.timing import PhaseTimer
 
 
 class SparseStats(dict[str, Any]):
-    """The dict of :meth:`msattn.trainer.serving.attach.Sparse.stats`, which prints in one line what was measured or counted."""
+    """The dict of :meth:`msattn.trainer.serving.sparse.Sparse.stats`, which prints in one line what was measured or counted."""
 
     def __repr__(self) -> str:
         measured = {name: value for name, value in self.items() if isinstance(value, float) or value}

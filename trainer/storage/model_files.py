@@ -50,7 +50,7 @@ class ModelFiles:
         return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
     def locate(self, file: str) -> Path | None:
-        """Returns the path of a file, which is downloaded if necessary; None if there is none. What it is, is not checked.
+        """Returns the path of a file, which is downloaded if necessary; None if there is none. The file may be of any type.
 
         Raises
         ------

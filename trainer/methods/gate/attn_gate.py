@@ -205,7 +205,7 @@ class Gate(GateArtifact):
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
     num_layers : layers of the model.
-    thresholds : calibrated thresholds of each layer (``calibrate``); None before training.
+    thresholds : calibrated thresholds of each layer (``calibrate_blocks``); None before training.
     always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
 

@@ -1,7 +1,7 @@
 """Methods without training. A file is a method, under its name in ``select.scores`` and ``eval.routers``.
 
 It defines ``scorer``, a class of block scores for prompts, or ``router``, a class that chooses keys for new tokens, or both; a
-file that is added here is known everywhere (:data:`msattn.trainer.config.SCORES`, :data:`msattn.trainer.config.ROUTERS`).
+file that is added here is known everywhere (``SCORES`` and ``ROUTERS`` of :mod:`msattn.trainer.config.select`).
 """
 
 from importlib import import_module
