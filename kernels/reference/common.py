@@ -34,7 +34,7 @@ def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:
     return filled_slots(cache.table, cache.kv_len, *cache.k.shape[:2])
 
 
-def filled_slots(table: Tensor, kv_len: Tensor, num_pages: int, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def filled_slots(table: Tensor, kv_len: Tensor, count_blocks: int, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields page and offset of each filled position of a sequence, int64 ``[kv_len]``.
 
     Raises
@@ -47,8 +47,8 @@ def filled_slots(table: Tensor, kv_len: Tensor, num_pages: int, page_size: int) 
         raise ValueError(f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {table.shape[1]} pages")
     for b, length in enumerate(lengths):
         pages = table[b, : -(-length // page_size)].long()
-        if bool(((pages < 0) | (pages >= num_pages)).any()):
-            raise ValueError(f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to {num_pages - 1}")
+        if bool(((pages < 0) | (pages >= count_blocks)).any()):
+            raise ValueError(f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to {count_blocks - 1}")
         position = torch.arange(length, device=pages.device)
         yield pages[position // page_size], position % page_size
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.trainer.methods.pages import num_pages, only_far, page_of_keys
-from msattn.trainer.methods.untrained.base import PAGE_SIZE
+from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks, only_far
+from msattn.trainer.methods.untrained.base import BLOCK_SIZE
 from msattn.trainer.methods.untrained.lsh import BITS, TABLES, CollidingKeys
-from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.methods.untrained.window import WindowPages
+from msattn.trainer.methods.untrained.window import WindowBlocks
 from msattn.trainer.models.tap import LayerInputs
 
 LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
@@ -72,14 +72,14 @@ def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dty
 def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int], scale: float, seed: int) -> None:
     start = torch.tensor([min(each, keys - 1) for each in padding])
     k, q = normal(2, KV_HEADS, keys, SIZE, seed=seed).double() * scale, normal(2, HEADS, 1, SIZE, seed=seed + 1).double()
-    router = QuestPages(8, LAYERS, KV_HEADS)
+    router = QuestBlocks(8, LAYERS, KV_HEADS)
     bounds = router.head_scores(1, router.summarize(inputs(k, start)), q, q, start)
-    pages = page_of_keys(0, keys, start, PAGE_SIZE, k.device)
-    assert bounds.shape == (2, HEADS, num_pages(keys, PAGE_SIZE))
+    pages = block_of_keys(0, keys, start, BLOCK_SIZE, k.device)
+    assert bounds.shape == (2, HEADS, count_blocks(keys, BLOCK_SIZE))
     for b in range(2):
         own = k[b, :, int(start[b]) :]
         assert (pages[b, 0, : int(start[b])] == -1).all()
-        for page, members in enumerate(own.split(PAGE_SIZE, dim=1)):
+        for page, members in enumerate(own.split(BLOCK_SIZE, dim=1)):
             assert (pages[b, 0, int(start[b]) :] == page).sum() == members.shape[1]
             for head in range(HEADS):
                 of_page, query = members[head // 2], q[b, head, 0]
@@ -90,7 +90,7 @@ def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int],
 
 def test_queries_of_one_sequence_share_its_summaries() -> None:
     k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
-    routers = QuestPages(8, LAYERS, KV_HEADS), WindowPages(8, LAYERS, KV_HEADS), CollidingKeys(8, LAYERS, KV_HEADS, SIZE)
+    routers = QuestBlocks(8, LAYERS, KV_HEADS), WindowBlocks(8, LAYERS, KV_HEADS), CollidingKeys(8, LAYERS, KV_HEADS, SIZE)
     for router in routers:
         summaries, positions = router.summarize(inputs(k)), torch.full((5,), 69)
         together = router.scores(1, summaries, q, q, positions)
@@ -108,13 +108,13 @@ def test_queries_of_one_sequence_share_its_summaries() -> None:
 )
 def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st.DataObject, seed: int) -> None:
     probes = data.draw(st.integers(0, buckets))
-    router = QuestPages(buckets, LAYERS, KV_HEADS)
-    scores = normal(len(before), KV_HEADS, num_pages(200, PAGE_SIZE), seed=seed)
-    scores[..., num_pages(max(1, *before), PAGE_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
-    chosen = router.choose(only_far(scores, torch.tensor(before), PAGE_SIZE), probes)
+    router = QuestBlocks(buckets, LAYERS, KV_HEADS)
+    scores = normal(len(before), KV_HEADS, count_blocks(200, BLOCK_SIZE), seed=seed)
+    scores[..., count_blocks(max(1, *before), BLOCK_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
+    chosen = router.choose(only_far(scores, torch.tensor(before), BLOCK_SIZE), probes)
     assert chosen.dtype == torch.int32
     for row, keys in enumerate(before):
-        far = num_pages(max(keys, 0), PAGE_SIZE)
+        far = count_blocks(max(keys, 0), BLOCK_SIZE)
         count = min(far, max(min(probes, 1), int(probes * far / buckets + 0.5)))
         for head in range(KV_HEADS):
             expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()

@@ -16,7 +16,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
@@ -41,7 +41,7 @@ attached = {
     "k-means": {"qmodel": random_partition(), "probes": 2, "independent": True, **window},
     "classifier": {"qmodel": classifier, "keys": 0.1, **window},
     "decode gate": {"qmodel": decode_gate, "probes": 3, **window},
-    "pages": {"qmodel": QuestPages(6, [0, 1], 2), "probes": 2, **window},
+    "pages": {"qmodel": QuestBlocks(6, [0, 1], 2), "probes": 2, **window},
 }
 ids = random_tokens(1, 150)
 

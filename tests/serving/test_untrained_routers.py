@@ -11,9 +11,9 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.lsh import CollidingKeys
-from msattn.trainer.methods.untrained.quest import QuestPages
+from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.methods.untrained.window import WindowPages
+from msattn.trainer.methods.untrained.window import WindowBlocks
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import install_layers
@@ -24,10 +24,10 @@ from tests.serving.decoding import close, generate
 
 BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {
-    "window": lambda layers: WindowPages(BUCKETS, layers, KV_HEADS),
+    "window": lambda layers: WindowBlocks(BUCKETS, layers, KV_HEADS),
     "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
     "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, SIZE),
-    "quest": lambda layers: QuestPages(BUCKETS, layers, KV_HEADS),
+    "quest": lambda layers: QuestBlocks(BUCKETS, layers, KV_HEADS),
 }
 
 
@@ -177,12 +177,12 @@ def test_a_cache_keeps_its_partition(where: str) -> None:
 def test_routers_of_another_model_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="num_buckets=0: accepted are 1 or more"):
-        QuestPages(0, [0], KV_HEADS)
-    with attach(model, qmodel=QuestPages(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
+        QuestBlocks(0, [0], KV_HEADS)
+    with attach(model, qmodel=QuestBlocks(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
         assert sparse.routed is not None
         assert sparse.routed.probes == BUCKETS
     for router, message in (
-        (QuestPages(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
+        (QuestBlocks(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
         (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: accepted are layers from 0 to 1"),
     ):
         with pytest.raises(UserError, match=message), attach(model, qmodel=router, probes=1):

@@ -20,7 +20,7 @@ from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
-from msattn.trainer.methods.pages import PageRouter, num_far
+from msattn.trainer.methods.key_blocks import BlockRouter, num_far
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
@@ -276,11 +276,11 @@ def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
     sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
     members = buckets.long().expand(len(positions), -1, -1)
     sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
-    best = router.choose(scores, router.num_buckets) if isinstance(router, PageRouter) else scores.argsort(-1, descending=True)
+    best = router.choose(scores, router.num_buckets) if isinstance(router, BlockRouter) else scores.argsort(-1, descending=True)
     read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
     read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
     probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
-    if isinstance(router, PageRouter):
+    if isinstance(router, BlockRouter):
         probes = router.visited(num_far(scores), probes)
     window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]
     return ((read.gather(2, probes) + window) / (newest + 1)[:, None]).mean((0, 1))

@@ -19,7 +19,7 @@ from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Me
 from msattn.trainer.methods.buckets import serving, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.pages import PageRouter, far_probabilities
+from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
@@ -158,12 +158,12 @@ class BucketRoutingMethod:
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
         if not isinstance(setting, float):
-            return self.router.choose(scores, setting) if isinstance(self.router, PageRouter) else top_buckets(scores, setting)
+            return self.router.choose(scores, setting) if isinstance(self.router, BlockRouter) else top_buckets(scores, setting)
         assert isinstance(self.router, PREDICTING)
         assert self.router.thresholds is not None
         assert sizes is not None
         threshold, most = key_threshold(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
-        scores = far_probabilities(scores) if isinstance(self.router, PageRouter) else scores
+        scores = far_probabilities(scores) if isinstance(self.router, BlockRouter) else scores
         return dense_buckets(bucket_densities(scores, sizes), threshold, most)
 
     def reads(self, setting: int | float) -> dict[str, Any]:
@@ -311,5 +311,5 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
 
 def without_routers(methods: ComparedMethods) -> ComparedMethods:
     """Returns ``methods`` without those of :func:`add_routers` and without routers of pages, with the same notes."""
-    learned = [each for each in methods.bucket_routings if not isinstance(each.router, PageRouter | UntrainedRouter)]
+    learned = [each for each in methods.bucket_routings if not isinstance(each.router, BlockRouter | UntrainedRouter)]
     return replace(methods, bucket_routings=learned)

@@ -161,7 +161,7 @@ def _length(row: EvalRow) -> str:
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.methods.pages import PageRouter
+    from msattn.trainer.methods.key_blocks import BlockRouter
     from msattn.trainer.models.families import check_length
 
     buckets, tasks = cfg.model.presets.num_buckets, cfg.eval.tasks
@@ -185,9 +185,9 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods")
                     raise UserError(
                         f"eval.recall.length={section.length}: accepted is more than recent + sink = {exact} tokens"
                     )
-                least = routing.router.page_size - 1 if isinstance(routing.router, PageRouter) else 0
+                least = routing.router.block_size - 1 if isinstance(routing.router, BlockRouter) else 0
                 if routing.recent < least:
-                    # The page of the first key before the window would have keys after the query in its summary.
+                    # The block of the first key before the window would have keys after the query in its summary.
                     raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
 
 

@@ -36,7 +36,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.pages import PageRouter, far_probabilities
+from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -266,7 +266,7 @@ class KeyThresholds:
 
 @torch.no_grad()
 def calibrate_keys(
-    router: Router | PageRouter,
+    router: Router | BlockRouter,
     teacher: "PreTrainedModel",
     chunks: Iterable[dict[str, Tensor]],
     *,
@@ -305,7 +305,7 @@ def calibrate_keys(
     return {"shares": list(SHARES), "densities": densities_of(counts.cpu())}
 
 
-def key_histogram(router: Router | PageRouter, x: LayerInputs, recent: int, sink: int) -> Tensor:
+def key_histogram(router: Router | BlockRouter, x: LayerInputs, recent: int, sink: int) -> Tensor:
     """Counts keys outside the dense window by log2 of their bucket's density, for queries of a prompt.
 
     Returns float64 ``[DENSITY_BINS]``.
@@ -316,7 +316,7 @@ def key_histogram(router: Router | PageRouter, x: LayerInputs, recent: int, sink
     far = buckets.clone()
     far[:, :sink] = -1
     scores = bucket_scores(x, router, positions, recent)
-    scores = far_probabilities(scores) if isinstance(router, PageRouter) else scores
+    scores = far_probabilities(scores) if isinstance(router, BlockRouter) else scores
     sizes = bucket_sizes(buckets, positions, num_buckets)
     bins = ((bucket_densities(scores, sizes).log2() - LOWEST_DENSITY) * BINS_OF_OCTAVE).clamp(0, DENSITY_BINS - 1).long()
     far_sizes = bucket_sizes(far, positions - recent, num_buckets)

@@ -171,7 +171,7 @@ def _routed_from(
     config, window = host.config, numbers["recent"] + numbers["sink"]
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
     if share is None and isinstance(router, DecodeGate):  # as many keys at every length
-        window, share = window + numbers["probes"] * router.page_size, 0.0
+        window, share = window + numbers["probes"] * router.block_size, 0.0
     elif share is None:
         share = numbers["probes"] / router.num_buckets
     return partial(decoding_break_even, device, key_bytes, window, share)

@@ -8,10 +8,10 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.untrained.base import UntrainedPages
+from msattn.trainer.methods.untrained.base import UntrainedBlocks
 from msattn.trainer.methods.untrained.random import RandomBuckets
 
-AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedPages
+AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedBlocks
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
 
 

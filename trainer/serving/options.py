@@ -57,7 +57,7 @@ class AttachOptions(ReadOptions):
     sparsity : share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``,
         0.5 by default.
     qmodel : the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without
-        training, such as ``QuestPages``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks;
+        training, such as ``QuestBlocks``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks;
         there ``keys`` may be a number of keys, read in as many whole blocks as it holds.
     threshold : instead of ``probes``, the probability from which a decode gate reads a block, among those before the window.
     independent : each query head visits buckets of its own. By default a query group shares them, as memory is read once for

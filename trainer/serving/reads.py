@@ -111,7 +111,7 @@ def _whole_blocks(router: AnyRouter, keys: float) -> int:
     """Returns the number of whole blocks of a decode gate in a number of keys."""
     if not isinstance(router, DecodeGate):
         raise UserError(f"keys={keys}: a number of keys needs a decode gate, whose blocks are equally large")
-    size, most = router.page_size, router.page_size * router.num_buckets
+    size, most = router.block_size, router.block_size * router.num_buckets
     ok = size <= keys <= most and keys == int(keys)
     require(ok, "keys", keys, f"accepted are {size} (a block) to {most:,} keys, or a share of them")
     return int(keys) // size

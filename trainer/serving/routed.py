@@ -20,7 +20,7 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.methods.buckets import Router, route, route_by_density
-from msattn.trainer.methods.pages import PageRouter, far_probabilities
+from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
 from msattn.trainer.models.layer_attention import attention_recall, score_options, with_sinks
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
@@ -49,7 +49,7 @@ class RoutedDecoding:
 
     def __init__(
         self,
-        router: Router | PageRouter,
+        router: Router | BlockRouter,
         *,
         probes: int,
         recent: int,
@@ -106,15 +106,15 @@ class RoutedDecoding:
 
     def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
         """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
-        if isinstance(self.router, PageRouter):
-            return self._visited_pages(self.router, x, window)
+        if isinstance(self.router, BlockRouter):
+            return self._visited_blocks(self.router, x, window)
         if self.density is None:
             return route(self.router, x, self.probes, by_head=self.independent)
         sizes = x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)  # rows may be queries of one sequence
-        classifier = cast("QModel", self.router)  # the router of pages that reads shares is the case above
+        classifier = cast("QModel", self.router)  # the router of blocks that reads shares is the case above
         return route_by_density(classifier, x, sizes, self.density, self.probes, by_head=self.independent)
 
-    def _visited_pages(self, router: PageRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
+    def _visited_blocks(self, router: BlockRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
             return x.q.new_empty(len(x.q), (x.q if self.independent else x.k).shape[1], 0, dtype=torch.int32)
         scores = router.far_scores(x, x.cache.summaries, window, by_head=self.independent)

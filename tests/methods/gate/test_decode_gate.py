@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
-from msattn.trainer.methods.pages import far_probabilities, only_far
+from msattn.trainer.methods.key_blocks import far_probabilities, only_far
 from msattn.trainer.methods.thresholds import calibrate_keys, key_threshold
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs

@@ -24,7 +24,7 @@ from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
-from msattn.trainer.methods.pages import PageRouter, only_far
+from msattn.trainer.methods.key_blocks import BlockRouter, only_far
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.methods.thresholds import bucket_sizes
@@ -167,8 +167,8 @@ def bucket_recalls(
         scores, sizes = {method.method: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
             mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
-            if isinstance(method.router, PageRouter):
-                mass = only_far(mass, positions + 1 - method.recent, method.router.page_size)
+            if isinstance(method.router, BlockRouter):
+                mass = only_far(mass, positions + 1 - method.recent, method.router.block_size)
             scores[ORACLE_ROUTING] = mass
         for way, scores_of_buckets in scores.items():
             keys = cfg.eval.recall.keys if way == method.method and not variants else []

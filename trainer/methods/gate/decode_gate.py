@@ -22,7 +22,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.artifact import GateArtifact
 from msattn.trainer.methods.gate.attn_gate import AttnGate
-from msattn.trainer.methods.pages import PageRouter, page_products
+from msattn.trainer.methods.key_blocks import BlockRouter, block_products
 from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
@@ -44,7 +44,7 @@ class DecodeGateDetails:
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
-class DecodeGate(PageRouter, GateArtifact):
+class DecodeGate(BlockRouter, GateArtifact):
     """Decode gates of all layers of a model, trained by ``msattn train-gate gate.phase=decode``.
 
     A router whose buckets are blocks: a query with ``p`` probes reads the ``p`` blocks with the highest scores.
@@ -74,7 +74,7 @@ class DecodeGate(PageRouter, GateArtifact):
     ) -> None:
         super().__init__()
         self.cfg = cfg
-        self.page_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
+        self.block_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
         self.layers, self.kv_heads, self.num_heads, self.head_dim = list(range(num_layers)), num_kv_heads, num_heads, head_dim
         of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
         self.gates = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, of_groups) for _ in range(num_layers))
@@ -150,13 +150,13 @@ class DecodeGate(PageRouter, GateArtifact):
         if pooled is None:
             if x.num_keys != x.k_nope.shape[2]:
                 raise ValueError(f"num_keys={x.num_keys}: gates need every key before RoPE, this pass has {x.k_nope.shape[2]}")
-            pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.page_size, start=x.kv_start)
+            pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.block_size, start=x.kv_start)
         with torch.autocast(pooled.device.type, enabled=False):
             return self._gate(x.layer).project_keys(pooled, self.inv_freq)
 
     def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns the block scores of each query group before softmax: fp32 ``[B, Hkv, P]``."""
-        return page_products(self._project_queries(layer, q_nope, positions[:, None]), summaries).squeeze(2)
+        return block_products(self._project_queries(layer, q_nope, positions[:, None]), summaries).squeeze(2)
 
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns :meth:`scores` for each query head, which are those of its group: fp32 ``[B, Hq, P]``."""

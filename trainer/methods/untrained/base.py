@@ -1,4 +1,4 @@
-"""Bases of the methods that have no weights: block scores, routers, and routers of pages."""
+"""Bases of the methods that have no weights: block scores, routers, and routers of blocks."""
 
 import copy
 from abc import abstractmethod
@@ -11,14 +11,14 @@ from msattn.kernels.common.checks import first_query
 from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
-from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-PAGE_SIZE = 16  # keys
+BLOCK_SIZE = 16  # keys
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class UntrainedRouter(nn.Module):
         return own
 
 
-class UntrainedPages(UntrainedRouter, PageRouter):
-    """A router of pages of :data:`PAGE_SIZE` keys, whose number of buckets is only a unit.
+class UntrainedBlocks(UntrainedRouter, BlockRouter):
+    """A router of blocks of :data:`BLOCK_SIZE` keys, whose number of buckets is only a unit.
 
-    The number of pages grows with the sequence: a query with ``p`` probes visits ``p / num_buckets`` of the far pages, at least
+    Their number grows with the sequence: a query with ``p`` probes visits ``p / num_buckets`` of the far blocks, at least
     one, as it reads about this share of the far keys with other routers.
     """
 
-    page_size = PAGE_SIZE
+    block_size = BLOCK_SIZE
 
     def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns the number of pages that are visited with ``probes``, of ``far`` pages."""
+        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks."""
         rounded = (2 * probes * far + self.num_buckets) // (2 * self.num_buckets)
         return rounded.maximum(probes.clamp(max=1)).minimum(far)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.untrained.base import UntrainedPages
+from msattn.trainer.methods.untrained.base import UntrainedBlocks
 from msattn.trainer.models.families import head_dim, num_kv_heads
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ BITS, TABLES = 8, 150  # K and L: of MagicPIG's, those that collide with the mos
 COLLISIONS = 2  # tables in which a key has the query's code
 
 
-class CollidingKeys(UntrainedPages):
-    """Visits the far keys that have the code of the query in at least two tables; a page is one key.
+class CollidingKeys(UntrainedBlocks):
+    """Visits the far keys that have the code of the query in at least two tables; a block is one key.
 
     The code of a vector in a table is made of the signs of its products with :data:`BITS` random vectors (SimHash, Charikar
     2002). Keys are taken after RoPE and centred: attention does not change if their mean is subtracted. A query looks into one
@@ -35,7 +35,7 @@ class CollidingKeys(UntrainedPages):
     """
 
     method = Method("LSH", style={"color": "#56B4E9", "marker": "^"})
-    page_size = 1
+    block_size = 1
     vectors: Tensor
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, head_dim: int, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The newest pages: a window of the last keys, besides the first ones (StreamingLLM, Xiao et al. 2024)."""
+"""The newest blocks: a window of the last keys, besides the first ones (StreamingLLM, Xiao et al. 2024)."""
 
 from typing import TYPE_CHECKING
 
@@ -6,25 +6,25 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.pages import num_pages
-from msattn.trainer.methods.untrained.base import UntrainedPages
+from msattn.trainer.methods.key_blocks import count_blocks
+from msattn.trainer.methods.untrained.base import UntrainedBlocks
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
-class WindowPages(UntrainedPages):
-    """Visits the last far pages, so that the dense window becomes as long as the reads of other routers."""
+class WindowBlocks(UntrainedBlocks):
+    """Visits the last far blocks, so that the dense window becomes as long as the reads of other routers."""
 
     method = Method("sink and window", style={"color": "#E69F00", "marker": "v"})
 
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns ``[B, Hkv, P, 0]``: the keys do not matter."""
-        return x.k.new_empty(*x.k.shape[:2], num_pages(x.num_keys, self.page_size), 0)
+        return x.k.new_empty(*x.k.shape[:2], count_blocks(x.num_keys, self.block_size), 0)
 
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
-        """Returns the number of each page: fp32 ``[B, Hq, P]``."""
+        """Returns the number of each block: fp32 ``[B, Hq, P]``."""
         return torch.arange(summaries.shape[2], dtype=torch.float32, device=q.device).expand(*q.shape[:2], -1)
 
 
-router = WindowPages
+router = WindowBlocks

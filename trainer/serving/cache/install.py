@@ -15,15 +15,15 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.serving.cache.buffer import grown_capacity
-from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer, GrowingLayer, PagedLayer
+from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, GrowingLayer
 
 
 def install_layers(
     cache: Cache,
-    router: Router | PageRouter | None,
+    router: Router | BlockRouter | None,
     *,
     num_layers: int,
     served: Sequence[int] | None = None,
@@ -32,7 +32,7 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
 
-    Those of a :class:`~msattn.trainer.methods.pages.PageRouter` are :class:`PagedLayer`. The tokens that it holds are kept.
+    Those of a ``BlockRouter`` are :class:`BlockLayer`. The tokens that it holds are kept.
     Layers in ``dense_layers`` count as not routed. Only the layers ``served`` (None: all) are replaced.
 
     Raises
@@ -52,11 +52,11 @@ def install_layers(
         cache.layers[number] = fresh
 
 
-def _new_layer(router: Router | PageRouter | None, rebuild_every: int) -> GrowingLayer:
+def _new_layer(router: Router | BlockRouter | None, rebuild_every: int) -> GrowingLayer:
     if router is None:
         return GrowingLayer()
-    if isinstance(router, PageRouter):
-        return PagedLayer(router, rebuild_every)
+    if isinstance(router, BlockRouter):
+        return BlockLayer(router, rebuild_every)
     return BucketLayer(router.num_buckets, rebuild_every)
 
 

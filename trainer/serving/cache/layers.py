@@ -1,4 +1,4 @@
-"""Layers of a KV cache that keep keys in buckets (SAAP, arXiv 2502.08246, section 5), or in pages.
+"""Layers of a KV cache that keep keys in buckets (SAAP, arXiv 2502.08246, section 5), or in blocks.
 
 The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every ``rebuild_every`` tokens; until then
 newer keys belong to the dense window, so that no key is lost and none is counted twice.
@@ -17,7 +17,7 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.pages import PageRouter, page_of_keys
+from msattn.trainer.methods.key_blocks import BlockRouter, block_of_keys
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.buffer import Buffer
 from msattn.trainer.serving.cache.pooled_keys import PooledKeys
@@ -217,7 +217,7 @@ class BucketLayer(GrowingLayer):
         assert self._order.memory is not None
         return BucketIndex(self._offsets, self._order.memory)
 
-    def assign(self, router: Router | PageRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+    def assign(self, router: Router | BlockRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
         """Assigns buckets and rebuilds the index after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
@@ -299,23 +299,23 @@ class BucketLayer(GrowingLayer):
         return (*super().addresses(), *(x for part in self.index for x in (part.data_ptr(), part.shape[2])))
 
 
-class PagedLayer(BucketLayer):
-    """A :class:`BucketLayer` whose buckets are pages, with a summary of each page.
+class BlockLayer(BucketLayer):
+    """A :class:`BucketLayer` whose buckets are blocks, with a summary of each block.
 
     The summaries are computed with the index, of the keys that are in it; newer keys belong to the dense window.
 
     Parameters
     ----------
-    router : summarizes the pages.
+    router : summarizes the blocks.
     rebuild_every : as for :class:`BucketLayer`.
 
     Attributes
     ----------
     summaries : Tensor or None
-        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.methods.pages.PageRouter.summarize`; None without indexed keys.
+        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.methods.key_blocks.BlockRouter.summarize`; None without indexed keys.
     """
 
-    def __init__(self, router: PageRouter, rebuild_every: int = REBUILD_EVERY) -> None:
+    def __init__(self, router: BlockRouter, rebuild_every: int = REBUILD_EVERY) -> None:
         self.router = router
         super().__init__(router.num_buckets, rebuild_every)
 
@@ -329,21 +329,21 @@ class PagedLayer(BucketLayer):
         return self._summaries.memory if self.indexed else None
 
     def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
-        return page_of_keys(first, end, x.kv_start, self.router.page_size, x.k.device).expand(*x.k.shape[:2], -1)
+        return block_of_keys(first, end, x.kv_start, self.router.block_size, x.k.device).expand(*x.k.shape[:2], -1)
 
     def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
         if self.router.pools:
-            x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.page_size, x, rotation))
+            x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.block_size, x, rotation))
         self._summaries.length = 0
         self._summaries.append(self.router.summarize(x))
         self.num_buckets = self._summaries.capacity
         super()._rebuild_index(x, rotation)
 
     def _shorten_index(self, length: int) -> None:
-        """Removes the pages that hold a key from position ``length`` on: summaries are those of whole pages."""
+        """Removes the blocks that hold a key from position ``length`` on: summaries are those of whole blocks."""
         assert self.bucket_buffer.filled is not None
-        whole = max(0, length - self.router.page_size + 1)  # the page of an earlier key ends before position length
+        whole = max(0, length - self.router.block_size + 1)  # the block of an earlier key ends before position length
         self._store_index(self.bucket_buffer.filled[:, :, :whole])
 
     def _select_rows(self, rows: Tensor) -> None:

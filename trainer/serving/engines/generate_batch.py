@@ -11,7 +11,7 @@ import torch
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.methods.pages import PageRouter
+from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
@@ -188,7 +188,7 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     if routed is None:
         return
     router: Any = routed.router
-    if isinstance(router, PageRouter):
+    if isinstance(router, BlockRouter):
         raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
     if routed.independent:
         raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")

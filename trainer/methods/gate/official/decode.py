@@ -114,8 +114,8 @@ def _serving(keys: Keys, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
     dense = keys.seerattn_start_layer
     if dense >= len(gate.layers):
         raise UserError(f"{files.name}: config.json: seerattn_start_layer={dense}: the model has {len(gate.layers)} layers")
-    probes = max(keys.seerattn_token_budget // gate.page_size, 1)
-    return DecodeDefaults(min(probes, gate.num_buckets), gate.page_size, dense_layers=list(range(dense)))
+    probes = max(keys.seerattn_token_budget // gate.block_size, 1)
+    return DecodeDefaults(min(probes, gate.num_buckets), gate.block_size, dense_layers=list(range(dense)))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Pages: buckets of neighbouring keys, for routers that choose by position or by a summary of a page's keys."""
+"""Blocks of neighbouring keys as buckets, for routers that choose by position or by a summary of a block's keys."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-NOT_FAR = float("-inf")  # score of a page in the dense window
+NOT_FAR = float("-inf")  # score of a block in the dense window
 
 
-class PageRouter(nn.Module):
-    """Chooses among the far pages of a sequence, those with a key before the dense window.
+class BlockRouter(nn.Module):
+    """Chooses among the far blocks of a sequence, those with a key before the dense window.
 
     Attributes
     ----------
-    page_size : keys of a page; pages are counted from the end of the left padding.
+    block_size : keys of a block; blocks are counted from the end of the left padding.
     num_buckets : largest number of probes.
     layers : indices of the model's routed layers.
     kv_heads : key/value heads of the model.
-    pools : poolings of a page's keys before RoPE that :meth:`summarize` needs, see
+    pools : poolings of a block's keys before RoPE that :meth:`summarize` needs, see
         :func:`msattn.kernels.pool_blocks.pool_blocks`.
     artifact : the artifact that was loaded; None for a router that was created.
     """
 
-    page_size: int
+    block_size: int
     num_buckets: int
     layers: list[int]
     kv_heads: int
@@ -36,15 +36,15 @@ class PageRouter(nn.Module):
 
     @abstractmethod
     def summarize(self, x: "LayerInputs") -> Tensor:
-        """Returns a summary of each page: ``[B, Hkv, num_pages(M, page_size), S]``.
+        """Returns a summary of each block: ``[B, Hkv, count_blocks(M, block_size), S]``.
 
-        ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A last page
+        ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A last block
         that is not full is one of its keys so far.
         """
 
     @abstractmethod
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
-        """Returns the page scores of each query head: ``[B, Hq, P]``.
+        """Returns the block scores of each query head: ``[B, Hq, P]``.
 
         Parameters
         ----------
@@ -59,12 +59,12 @@ class PageRouter(nn.Module):
 
     @abstractmethod
     def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns the number of pages that are visited with ``probes``, of ``far`` pages; the shapes are broadcast."""
+        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks; the shapes are broadcast."""
 
     def choose(self, scores: Tensor, probes: int) -> Tensor:
-        """Returns the far pages with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer.
+        """Returns the far blocks with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer.
 
-        Pages that are not far have the score ``NOT_FAR``, see :func:`only_far`. ``L`` depends on shapes alone.
+        Blocks that are not far have the score ``NOT_FAR``, see :func:`only_far`. ``L`` depends on shapes alone.
         """
         most = int(self.visited(torch.tensor(scores.shape[-1]), torch.tensor(probes)))  # on the host
         best = scores.topk(most, dim=-1).indices
@@ -72,30 +72,30 @@ class PageRouter(nn.Module):
         return best.masked_fill(torch.arange(most, device=best.device) >= counts, -1).to(torch.int32)
 
     def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
-        """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other pages.
+        """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other blocks.
 
         Parameters
         ----------
         x : one query of each sequence.
-        summaries : ``[B or 1, Hkv, P, S]``; pages that are not far may hold anything.
+        summaries : ``[B or 1, Hkv, P, S]``; blocks that are not far may hold anything.
         window : number of last keys that are read anyway, one for all sequences or ``[B]``.
         by_head : returns the scores of each query head: ``[B, Hq, P]``.
         """
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         keys = keys - (0 if x.kv_start is None else x.kv_start)
         score = self.head_scores if by_head else self.scores
-        return only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.page_size)
+        return only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.block_size)
 
 
-def num_pages(keys: int, size: int) -> int:
-    """Returns the number of pages of ``size`` keys that hold ``keys`` keys."""
+def count_blocks(keys: int, size: int) -> int:
+    """Returns the number of blocks of ``size`` keys that hold ``keys`` keys."""
     return -(-keys // size)
 
 
-def page_of_keys(first: int, end: int, start: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Returns the pages of the keys at positions ``first`` to ``end - 1``: int32 ``[B or 1, 1, N]``, -1 for left padding.
+def block_of_keys(first: int, end: int, start: Tensor | None, size: int, device: torch.device) -> Tensor:
+    """Returns the blocks of the keys at positions ``first`` to ``end - 1``: int32 ``[B or 1, 1, N]``, -1 for left padding.
 
-    Pages are counted from the end of the padding ``start [B]``.
+    Blocks are counted from the end of the padding ``start [B]``.
     """
     positions = torch.arange(first, end, dtype=torch.int32, device=device)[None, None]
     positions = positions if start is None else positions - start[:, None, None].int()
@@ -103,23 +103,23 @@ def page_of_keys(first: int, end: int, start: Tensor | None, size: int, device: 
 
 
 def only_far(scores: Tensor, before_window: Tensor, size: int) -> Tensor:
-    """Returns ``scores [B, H, P]`` with ``NOT_FAR`` for pages without a key among the first ``before_window [B]`` ones."""
+    """Returns ``scores [B, H, P]`` with ``NOT_FAR`` for blocks without a key among the first ``before_window [B]`` ones."""
     first_keys = size * torch.arange(scores.shape[-1], device=scores.device)
     return scores.masked_fill(first_keys >= before_window[:, None, None], NOT_FAR)
 
 
 def num_far(scores: Tensor) -> Tensor:
-    """Returns the number of far pages of ``scores [B, H, P]``: int64 ``[B, H, 1]``."""
+    """Returns the number of far blocks of ``scores [B, H, P]``: int64 ``[B, H, 1]``."""
     return (scores > NOT_FAR).sum(-1, keepdim=True)
 
 
 def far_probabilities(scores: Tensor) -> Tensor:
-    """Returns the softmax of ``scores [B, H, P]`` over the far pages; 0 for the others, and in rows without a far page."""
+    """Returns the softmax of ``scores [B, H, P]`` over the far blocks; 0 for the others, and in rows without a far block."""
     far = scores > NOT_FAR
     return scores.masked_fill(~far, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~far, 0)
 
 
-def page_products(queries: Tensor, summaries: Tensor) -> Tensor:
+def block_products(queries: Tensor, summaries: Tensor) -> Tensor:
     """Returns the products of ``queries [B, Hkv, R, S]`` and ``summaries [B or 1, Hkv, P, S]``: ``[B, Hkv, R, P]``.
 
     One set of summaries, for queries of one sequence, is not copied.
