@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Union, g
 import numpy as np
 
 from msattn.trainer.config import ReadOptions, SelectConfig
-from msattn.trainer.config.values import has_type, require
+from msattn.trainer.config.values import has_type, nearest, require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -111,6 +111,7 @@ def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:
 
 
 TYPES = get_type_hints(AttachOptions)  # without the constraints of the configuration
+READ_OPTIONS = {item.name for item in fields(ReadOptions)}
 VLLM_KEYS = tuple(item.name for item in fields(AttachOptions) if item.metadata.get("vllm", True))
 
 
@@ -122,12 +123,14 @@ def takes(
     def decorate(function: "Callable[[PreTrainedModel, AttachOptions], R]") -> "Callable[Concatenate[PreTrainedModel, P], R]":
         @wraps(function)
         def call(model: "PreTrainedModel", *args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() - TYPES.keys():
+                raise TypeError(f"{name}: {function.__name__} has no such option{nearest(name, TYPES)}")
             return function(model, options(*args, **kwargs))
 
         signature, documented = inspect.signature(function), (AttachOptions, ReadOptions)
         keywords = [
             inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=TYPES[item.name])
-            for item in fields(AttachOptions)
+            for item in sorted(fields(AttachOptions), key=lambda item: item.name in READ_OPTIONS)  # what is attached first
         ]
         parameters = [signature.parameters["model"], *keywords]
         vars(call)["__signature__"] = signature.replace(parameters=parameters)

@@ -319,11 +319,11 @@ def exit_code_of_harness(*arguments: str) -> int:
         (["eval.harness.tasks=[a]", "eval.harness.include_path=gone"], "eval.harness.include_path=gone: a folder with YAML"),
         (
             ["eval.harness.tasks=[a]", "eval.harness.limit=0"],
-            "limit=0: accepted is an integer in [1, 1e9], or null",
+            "eval.harness.limit=0: accepted is an integer in [1, 1e9], or null",
         ),
         (
             ["eval.harness.tasks=[a]", "eval.harness.lengths=[64,0]"],
-            "lengths=[64, 0]: accepted is a list, each an integer",
+            "eval.harness.lengths=[64, 0]: accepted is a list, each an integer",
         ),
         (["eval.harness.tasks=[a]", "eval.harness.lengths=[9999999]"], "eval.harness.lengths=9999999: the model has positions"),
         (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
