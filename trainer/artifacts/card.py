@@ -20,7 +20,7 @@ METHODS = {
     "kmeans": "k-means",
     "qmodel": "classifier",
     "decode_gate": "decode gate",
-}  # begin the rows of an evaluation, see EvalRow
+}  # names of their methods in the rows of an evaluation
 PLACEHOLDER = "path/or/hub-id"  # in the example of an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # with the block maps of several methods
@@ -48,6 +48,12 @@ class Results:
 
     artifacts: dict[str, dict[str, Any]]
     rows: list[Row]
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)  # the record of each method, by its name in rows
+
+    def name_of(self, row: Row) -> str | None:
+        """Returns the name of a row's method without variants; None for a second artifact of the same kind."""
+        method = self.methods.get(row.method, {"name": row.method})
+        return None if method.get("source") else method.get("name")
 
 
 def artifact_card(manifest: Mapping[str, Any]) -> str:
@@ -129,8 +135,8 @@ def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
     if measured != {kind: hashes[kind] for kind in measured}:
         return ""
     methods = {METHODS[kind] for kind in measured}
-    rows = [row for row in results.rows if row.method.partition(",")[0] in {"dense", *methods}]
-    if not any(row.method.partition(",")[0] in methods for row in rows):
+    rows = [row for row in results.rows if results.name_of(row) in {"dense", *methods}]
+    if not any(results.name_of(row) in methods for row in rows):
         return ""
     lines = "\n".join(f"| {' | '.join(_cells(row))} |" for row in rows)
     return f"""
