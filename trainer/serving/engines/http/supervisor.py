@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 from msattn.trainer.config.values import shown
-from msattn.trainer.errors import Fault, UserError, print_once
+from msattn.trainer.errors import Fault, UserError, first_line, print_once
 from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.signals import end_at_once, handle, handled
 
@@ -31,7 +31,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, UnicodeError) as error:
+    except (socket.gaierror, UnicodeError) as error:
+        raise UserError(f"--host {shown(host)}: {first_line(error)}; accepted is an address of this machine") from error
+    except OSError as error:
         raise UserError(f"{where}: {getattr(error, 'strerror', None) or error}; give another one, e.g. --port 0") from error
     return bound
 
