@@ -314,7 +314,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
             f"msattn: --host 127.0.0.1 --port {port}: Address already in use; give another one, e.g. --port 0\n",
         )
     cases = {
-        ("--host", "no.such.host.invalid"): "--host no.such.host.invalid --port 0: ",
+        ("--host", "no.such.host.invalid"): "--host no.such.host.invalid: ",
         ("--port", "70000"): "'--port': Input should be less than or equal to 65535",
         ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
         ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
