@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.trainer.config.select import BASELINES, ROUTERS, UNTRAINED
 from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks, only_far
+from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import BLOCK_SIZE
 from msattn.trainer.methods.untrained.lsh import BITS, TABLES, CollidingKeys
 from msattn.trainer.methods.untrained.quest import QuestBlocks
@@ -120,3 +122,11 @@ def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st
             expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()
             found = chosen[row, head].tolist()
             assert found == expected + [-1] * (len(found) - count)
+
+
+def test_a_method_is_known_by_its_file() -> None:
+    """The configuration reads the names from the text of the files, without importing them."""
+    for file in UNTRAINED.glob("[!_]*.py"):
+        module = untrained_method(file.stem)
+        assert hasattr(module, "scorer") == (file.stem in BASELINES)
+        assert hasattr(module, "router") == (file.stem in ROUTERS)

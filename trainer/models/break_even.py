@@ -12,7 +12,9 @@ import torch
 # on a CPU with the embedded model.
 BREAK_EVEN: dict[int, dict[float, int]] = {
     0: {0.8: 12000, 0.9: 4096, 0.95: 3072},  # 2 cores, 2026-11-23
-    90: {0.5: 8192, 0.8: 6700},  # one H200, other work on the host, 2026-11-26: 6595 to 7001 from 0.8 to 0.95; 0.5 is estimated
+    # 0.8: one H200, other work on the host, 2026-11-26: 6595 to 7001 from 0.8 to 0.95. 0.5: longer by the ratio on one H100, on
+    # which it was 6371 tokens at 0.5 and 5539 at 0.8.
+    90: {0.5: 7700, 0.8: 6700},
 }
 
 
