@@ -16,6 +16,7 @@ def test_sigterm_ends_the_copy_at_once() -> None:
 
     before = signal.signal(signal.SIGALRM, terminate)  # as SIGTERM's handler, without an outer one of pytest
     signal.setitimer(signal.ITIMER_REAL, 0.3)
+    others = psutil.Process().children()  # such as workers of torch.compile, which other tests left
     start = time.monotonic()
     try:
         with pytest.raises(Terminated):
@@ -23,7 +24,7 @@ def test_sigterm_ends_the_copy_at_once() -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - start < 5
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(others)
 
 
 def test_answers_and_errors_come_back() -> None:
