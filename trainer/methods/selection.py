@@ -114,7 +114,8 @@ class Selection:
 
     def candidates(self, x: "LayerInputs") -> Candidates:
         """Returns the blocks to select from."""
-        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, self.always)
+        always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
+        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, always)
 
 
 def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:

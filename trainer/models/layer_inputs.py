@@ -31,6 +31,7 @@ class LayerInputs:
         Pooled keys before RoPE of all blocks, for gates in passes after cached tokens.
     kv_len : int32 Tensor [B] or None
         Number of filled positions of k and v, where they are buffers with free positions.
+    ends_prompt : whether the last token is the last one of a prompt; False in its chunks before.
     """
 
     layer: int
@@ -49,6 +50,7 @@ class LayerInputs:
     kv_len: Tensor | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    ends_prompt: bool = True
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores as the layer's softmax gets them."""

@@ -42,11 +42,14 @@ class Dispatch:
         """Returns whether the tokens of a pass are served together as a prompt, rather than each as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
-    def of_prompt(self, queries: int, keys: int, *, known: bool = True) -> Way:
-        """Returns the way of a prompt; ``known`` says whether a gate has what it needs of cached keys."""
+    def of_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Way:
+        """Returns the way of a prompt, or of a chunk after which it ``ends``.
+
+        ``known`` says whether a gate has what it needs of cached keys.
+        """
         if self.selection is None:
             return Way.DENSE
-        if keys < self.dense_below or queries <= self.selection.always.dense_queries:
+        if keys < self.dense_below or (ends and queries <= self.selection.always.dense_queries):
             return Way.CHOICE
         return Way.BLOCKS if known or self.selection.gate is None else Way.FALLBACK
 

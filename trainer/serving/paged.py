@@ -91,6 +91,13 @@ class PagedAttention:
         self._lock = RLock()  # managers are created, and have their passes, in several threads
 
     @property
+    def chunks(self) -> tuple[int, int]:
+        """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt stay together."""
+        if self.selection is None:
+            return 1, 2
+        return self.selection.block_size, max(self.selection.block_size, self.selection.always.dense_queries)
+
+    @property
     def managers(self) -> list[Any]:
         """The managers of continuous batching whose passes this attention serves."""
         with self._lock:
@@ -231,7 +238,7 @@ class PagedAttention:
         """Returns the way of a sequence with several new tokens; keys that are not pooled yet are new, or can be recovered."""
         recovered = self.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
-        return self.ways.of_prompt(item.queries, item.keys, known=known)
+        return self.ways.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         return self._way(state, item) is Way.BLOCKS
@@ -248,7 +255,7 @@ class PagedAttention:
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
-        sequence = replace(x, **new, **angles, positions=positions)
+        sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
         if self.gate is not None:  # reads no other keys than the pooled ones
             keys = _placeholder(x.q, 1, x.k.shape[1], item.keys)
             return replace(sequence, k=keys, v=keys, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))

@@ -20,7 +20,7 @@ from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
 from tests.factory import prompts_of, tiny_model
-from tests.serving.paged.batches import PAGE, alone, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import (
     BLOCK,
     BUCKETS,
@@ -96,7 +96,7 @@ def test_reading_every_key_gives_the_tokens_of_dense_generate(
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97)
-    attached: dict[str, Any] = {"select": half_by_pooled_scores(model)}
+    attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
     if select != "gate":
         attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK, dense_below=0)}
     dense = [alone(model, prompt) for prompt in prompts]
@@ -113,14 +113,14 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
         assert 0.2 < stats["sparsity"] < 0.5
         assert 0.3 < stats["selectivity"] < 1
         assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 0)
-    with attach(model, **attached, **ROUTED) as sparse:
-        assert together(model, sparse, prompts) == expected
+    with attach(model, **attached, **ROUTED) as sparse:  # cut in the middle of a block, prompts would have other row blocks
+        assert together(model, sparse, [*prompts, *reversed(prompts)], max_batch_tokens=chunk + 5) == expected + expected[::-1]
 
 
 def test_the_last_queries_read_every_block() -> None:
     """A prompt that is no longer than these is dense by choice."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97, 2 * BLOCK)
-    attached = {"gate": gate_for(model), "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK)}
+    attached: dict[str, Any] = {"gate": gate_for(model), "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK)}
     with attach(model, **attached, **ROUTED):
         expected = [alone(model, prompt) for prompt in prompts]
     with attach(model, **attached, **ROUTED) as sparse:
@@ -128,6 +128,8 @@ def test_the_last_queries_read_every_block() -> None:
         stats = sparse.stats()
     assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, LAYERS)
     assert 0.2 < stats["sparsity"] < 0.6
+    with attach(model, **attached, **ROUTED) as sparse:  # in chunks, they stay in one
+        assert together(model, sparse, prompts, max_batch_tokens=4 * BLOCK) == expected
 
 
 def test_a_shared_prefix_selects_as_one_pass(events: Counter[str]) -> None:
@@ -193,12 +195,17 @@ def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
-    """Keys before RoPE are not known where the angles depended on the length."""
-    model, (prompt,) = tiny_model(rope="dynamic"), prompts_of(150)
-    dense = alone(model, prompt)
+    """Where angles depend on the length, keys of decoded tokens are not known before RoPE; those of prompts were pooled."""
+    model, (prompt,) = tiny_model(rope="dynamic"), prompts_of(5 * PAGE - 4)
+    follow_up = [*prompt, *alone(model, prompt), *prompt[:20]]
+    dense = [alone(model, each) for each in (prompt, follow_up)]
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK) as sparse:
-        assert together(model, sparse, [prompt], max_batch_tokens=4 * BLOCK + 1) == [dense]
-        assert sparse.stats()["dense_fallbacks"] == 2 * LAYERS  # chunks after an unfinished block
+        config = sparse.batching_config(page_size=PAGE, num_blocks=64, max_batch_tokens=4 * BLOCK)
+        with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
+            for ids, expected, fallbacks in zip((prompt, follow_up), dense, (0, LAYERS), strict=True):
+                manager.add_request(ids)
+                assert manager.get_result(timeout=20).generated_tokens == expected
+                assert sparse.stats()["dense_fallbacks"] == fallbacks
 
 
 @pytest.mark.gpu

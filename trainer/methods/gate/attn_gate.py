@@ -380,7 +380,8 @@ class GateScores:
     """Scores blocks by the probabilities of a trained gate.
 
     The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so its blocks get
-    the largest probability of the pooled queries and of each of the last ``block_size`` queries.
+    the largest probability of the pooled queries and of each of the last ``block_size`` queries; those of a prompt's earlier
+    chunks do not.
     """
 
     method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
@@ -392,6 +393,8 @@ class GateScores:
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         scores = self.gate.scores(x)
+        if not x.ends_prompt:
+            return scores
         single, row = self.gate.scores_of_last_queries(x)
         row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
         return scores.scatter_reduce(2, row, single.amax(2, keepdim=True), "amax")

@@ -26,6 +26,7 @@ class PromptChunk(NamedTuple):
     queries, keys : number of new tokens, and of keys with theirs.
     table : int32 ``[pages]``.
     pooled : number of leading blocks whose pooled keys are known before the pass.
+    ends_prompt : whether no other chunk of the prompt follows.
     """
 
     first: int
@@ -33,6 +34,7 @@ class PromptChunk(NamedTuple):
     keys: int
     table: Tensor
     pooled: int
+    ends_prompt: bool
 
     @property
     def tokens(self) -> slice:

@@ -91,7 +91,7 @@ class PagedPass:
         slots = write if len(read) == 0 else read
         table, cu_queries = _table(state, kv_len, longest, slots), arguments["cu_seq_lens_q"]
         pages, offsets = write // state.slots_of_page, write % state.slots_of_page
-        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse)
+        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"])
 
     @classmethod
     def of_tables(
@@ -103,13 +103,16 @@ class PagedPass:
         cu_queries: Tensor,
         kv_len: Tensor,
         is_sparse: Callable[[PromptChunk], bool],
+        answered: Tensor | None = None,
     ) -> "PagedPass":
         """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
 
-        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers of keys.
+        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
+        tokens after which new ones follow; without it, every chunk counts as the last one of its prompt.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
-        numbers = torch.stack([cu_queries[:-1].long(), cu_queries.diff().long(), kv_len.long(), known.long()]).T
+        ends = torch.ones_like(kv_len) if answered is None else torch.isin(cu_queries[1:] - 1, answered)
+        numbers = torch.stack([each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]).T
         rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]  # waits for the device
         prompts = [(row.number, _prompt(row, table, state)) for row in rows if row.queries > 1]
         decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
@@ -129,13 +132,14 @@ class PagedPass:
 
 
 class _Row(NamedTuple):
-    """A sequence of a pass: its row in the tables, and fields of :class:`PromptChunk`; one without queries is padding."""
+    """A sequence of a pass: its row in the tables, and what a :class:`PromptChunk` holds; one without queries is padding."""
 
     number: int
     first: int
     queries: int
     keys: int
     pooled: int
+    ends: int
 
 
 def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -> Tensor:
@@ -150,7 +154,7 @@ def _prompt(row: _Row, table: Tensor, state: PagedState) -> PromptChunk:
     """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
     whole = 0 if state.gate is None else (row.keys - row.queries) // state.block_size
     pages = table[row.number, : -(-row.keys // state.page_size)]
-    return PromptChunk(row.first, row.queries, row.keys, pages, min(row.pooled, whole))
+    return PromptChunk(row.first, row.queries, row.keys, pages, min(row.pooled, whole), bool(row.ends))
 
 
 def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:

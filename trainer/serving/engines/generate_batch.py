@@ -15,6 +15,7 @@ from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
+from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.graphs import uncapturable
 from msattn.trainer.serving.paged import batching_config, check_version
@@ -116,17 +117,20 @@ class Managers:
         resolved.use_cuda_graph = (False, captures and reason is None)
         if given.max_requests_per_batch is None:
             resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MAX_REQUESTS)
-        manager._create_batch_processor = partial(self._create_processor, manager._create_batch_processor)
+        manager._create_batch_processor = partial(self._create_processor, manager, manager._create_batch_processor)
         manager.warmup = partial(self._warm_up, manager.warmup)
         manager.add_request = partial(self._add_request, manager.add_request)
 
-    def _create_processor(self, create: Callable[[], Any]) -> Any:
+    def _create_processor(self, manager: Any, create: Callable[[], Any]) -> Any:
         """Creates or resets what runs the passes, and waits for it.
 
         transformers creates and clears the tensors of passes in one stream, and fills them in another without waiting: on a GPU
         that others keep busy, the first passes found them cleared.
         """
+        is_new = manager.batch_processor is None
         processor = create()
+        if is_new:
+            WholeBlocks(processor.scheduler, *self.sparse.paged.chunks)
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return processor
@@ -206,6 +210,8 @@ def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     """Raises UserError for a value of a configuration that sparse attention cannot serve."""
     check_page_size(config.page_size, sparse)
+    tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
+    require(tokens is None or tokens >= least, "max_batch_tokens", tokens, f"accepted are {least} or more, two blocks")
     require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")
     compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
     require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")
