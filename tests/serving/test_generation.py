@@ -58,6 +58,18 @@ def test_drafts_are_verified_with_routed_queries(options: dict[str, Any], where:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dense_below", [0, 40])
+def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None:
+    """A row that is too short for buckets reads all of its keys, however long the others are; its padding does not count."""
+    model, rows = tiny_model().to(where), [random_tokens(1, n, seed=n)[0] for n in (70, 12)]
+    ids, mask = left_padded(rows)
+    with attach(model, **ROUTED, dense_below=dense_below):
+        batch = generate(model, ids, mask)
+        for number, row in enumerate(rows):
+            close(batch[:, number], generate(model, row[None])[:, 0])
+
+
+@torch.no_grad()
 def test_drafts_at_a_share_of_the_keys(where: str) -> None:
     """Several queries of a sequence are compared with the sizes of its buckets; a tiny density admits every bucket."""
     model, router = tiny_model(max_position_embeddings=1024).to(where), QModel(random_partition(), 2, 16)

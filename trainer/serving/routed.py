@@ -73,13 +73,15 @@ class RoutedDecoding:
 
         Several tokens of a sequence become a batch of queries over its keys.
         """
+        short = self._short_rows(x)
         if x.num_queries == 1:
-            return self._attend(x, layer.window(self.recent))
+            return self._attend(x, _whole_window(x, layer.window(self.recent), short))
         rows = []
         for row in range(len(x.q)):
             queries = queries_as_batch(x, row)
             assert queries.kv_len is not None
             window = (queries.kv_len - layer.indexed).clamp(min=self.recent)
+            window = _whole_window(queries, window, None if short is None else short[row])
             rows.append(self._attend(queries, window).squeeze(2).transpose(0, 1))  # [Hq, N, D]
         return torch.stack(rows)
 
@@ -93,7 +95,14 @@ class RoutedDecoding:
 
     def attend_step(self, x: LayerInputs, window: Tensor) -> Tensor:
         """Returns the attention of one new token of each sequence, ``[B, Hq, 1, D]``, and reads no value back."""
-        return self._read(x, window)[1].out
+        return self._read(x, _whole_window(x, window, self._short_rows(x)))[1].out
+
+    def _short_rows(self, x: LayerInputs) -> Tensor | None:
+        """Returns whether each sequence, without its padding, is too short for buckets, bool ``[B]``; None if none is."""
+        least = self.routed_from(len(x.q))
+        if x.kv_start is None or least <= 1:
+            return None
+        return (x.num_keys if x.kv_len is None else x.kv_len) - x.kv_start < least
 
     def _read(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
@@ -124,6 +133,11 @@ class RoutedDecoding:
             return router.choose(scores, self.probes)
         sizes = x.cache.index.offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // x.k.shape[1], 1)
         return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.density, self.probes)
+
+
+def _whole_window(x: LayerInputs, window: int | Tensor, short: Tensor | None) -> int | Tensor:
+    """Returns ``window``, or all keys where a sequence is ``short``, so that it is read as it would be alone."""
+    return window if short is None else torch.where(short, x.num_keys if x.kv_len is None else x.kv_len, window).int()
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:

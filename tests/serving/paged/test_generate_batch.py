@@ -28,7 +28,6 @@ from tests.test_attach import (
     LAYERS,
     attach_reading_all,
     gate_for,
-    half_by_pooled_scores,
     random_partition,
 )
 

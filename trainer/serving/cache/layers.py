@@ -218,7 +218,7 @@ class BucketLayer(GrowingLayer):
         return BucketIndex(self._offsets, self._order.memory)
 
     def assign(self, router: Router | BlockRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
-        """Assigns buckets and rebuilds the index after a prompt, and if ``rebuild_every`` keys or more are not in it.
+        """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
         ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
@@ -232,7 +232,7 @@ class BucketLayer(GrowingLayer):
         start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
             raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
-        due = num_new > MAX_ROUTED_TOKENS or self.rebuild_due(0)
+        due = num_new > MAX_ROUTED_TOKENS or self.indexed == 0 or self.rebuild_due(0)
         if rotation is not None and not due:
             return
         for first in range(start, num_keys, ASSIGNED_AT_ONCE):

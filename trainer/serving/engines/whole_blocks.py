@@ -1,4 +1,4 @@
-"""Chunks of prompts that end where a block of the selection ends, so that answers do not depend on what else a pass computes."""
+"""Chunks of prompts that end where a block of the selection ends: answers do not depend on what else a pass computes."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +14,7 @@ class WholeBlocks:
     ----------
     scheduler : of one manager; its methods that know the tokens left in a pass, and its cache's search, are replaced.
     block : tokens of a block.
-    last : number of last tokens that stay in one chunk, as far as a pass has room for them. They are never taken from the cache.
+    last : number of last tokens that stay in one chunk, as far as a pass has room for them; the cache never serves them.
     """
 
     def __init__(self, scheduler: Any, block: int, last: int) -> None:
