@@ -194,7 +194,7 @@ def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
-    """Where angles depend on the length, keys of decoded tokens are not known before RoPE; those of prompts were pooled."""
+    """Keys of decoded tokens are not known before RoPE if angles depend on the length; those of prompts were pooled."""
     model, (prompt,) = tiny_model(rope="dynamic"), prompts_of(5 * PAGE - 4)
     follow_up = [*prompt, *alone(model, prompt), *prompt[:20]]
     dense = [alone(model, each) for each in (prompt, follow_up)]
