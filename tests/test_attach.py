@@ -13,12 +13,12 @@ from transformers import DynamicCache
 import msattn
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
@@ -49,7 +49,7 @@ class PooledScores(GateScores):
 
 
 def half_by_pooled_scores(model: Any) -> Selection:
-    return Selection(TopK(0.5), PooledScores(gate_for(model)), AlwaysRead(0, 0))
+    return Selection(TopK(sparsity=0.5), PooledScores(gate_for(model)), AlwaysRead(0, 0))
 
 
 def random_partition(seed: int = 0) -> KMeans:
@@ -209,7 +209,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(gate=gate, select=SelectConfig(dense_below=17)) == 17
     assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
     assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"
-    assert dense_below(select=Selection(TopK(0.5), MeanPool(BLOCK))) == 0
+    assert dense_below(select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
     with pytest.raises(UserError, match=r"select\.dense_below=-1: accepted is an integer"):
         SelectConfig(dense_below=-1)
@@ -283,7 +283,7 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
     rejects("this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans", qmodel=gate)
     rejects("no such folder", gate=tmp_path / "nothing")
     rejects("needs a gate artifact", select=SelectConfig())
-    rejects("give one of gate and select", gate=gate, select=Selection(TopK(0.5), MeanPool(BLOCK)))
+    rejects("give one of gate and select", gate=gate, select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK)))
     rejects("probes=7: accepted are 0 to 6", qmodel=kmeans, probes=7)
     rejects("recent=0", qmodel=kmeans, probes=1, recent=0)
     rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)

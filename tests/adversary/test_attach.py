@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import Module
 
 import msattn
+from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.quest import Quest
 from tests.adversary.attached import (
@@ -108,11 +108,11 @@ OBJECTS: dict[str, Any] = {
     "decode gate of more heads": random_decode_gate(num_attention_heads=8, num_key_value_heads=4),
     "decode gate of NaN": filled_with(random_decode_gate(), math.nan),
     "class of gates": Gate,
-    "selection": Selection(TopK(0.5), Quest(BLOCK)),
-    "selection of one policy": Selection([TopK(0.5)], Quest(BLOCK)),
-    "selection by another gate": Selection(TopK(0.5), GateScores(gate(num_hidden_layers=1))),
+    "selection": Selection(TopK(sparsity=0.5), Quest(BLOCK)),
+    "selection of one policy": Selection([TopK(sparsity=0.5)], Quest(BLOCK)),
+    "selection by another gate": Selection(TopK(sparsity=0.5), GateScores(gate(num_hidden_layers=1))),
     "selection without a policy": Selection(None, Quest(BLOCK)),  # pyrefly: ignore[bad-argument-type]
-    "selection without scores": Selection(TopK(0.5), None),  # pyrefly: ignore[bad-argument-type]
+    "selection without scores": Selection(TopK(sparsity=0.5), None),  # pyrefly: ignore[bad-argument-type]
     "model": tiny_model(),
 }
 SWITCHES = ("strict", "cuda_graphs", "measure_recall", "measure_time")

@@ -13,7 +13,7 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.commands.launch import launch
 from msattn.trainer.config import POLICIES, SelectConfig
 from msattn.trainer.config.commands import EvalRunConfig
-from msattn.trainer.config.select import keys_of, own_keys
+from msattn.trainer.config.select import own_keys, policy_keys
 from msattn.trainer.errors import UserError
 
 VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that is not its default
@@ -54,7 +54,7 @@ def test_the_default_policy_is_topk() -> None:
 
 
 @pytest.mark.parametrize(("policy", "key"), FOREIGN)
-def test_keys_of_other_policies_are_refused_in_python(policy: str, key: str) -> None:
+def test_policy_keys_other_policies_are_refused_in_python(policy: str, key: str) -> None:
     with pytest.raises(UserError) as caught:
         SelectConfig(policy, **{key: 0})
     assert_names(str(caught.value), policy, key)
@@ -64,7 +64,7 @@ def test_keys_of_other_policies_are_refused_in_python(policy: str, key: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "key", "added"), [(*FOREIGN[0], ""), (*FOREIGN[2], "+")])
-def test_keys_of_other_policies_are_refused_on_the_command_line(policy: str, key: str, added: str) -> None:
+def test_policy_keys_other_policies_are_refused_on_the_command_line(policy: str, key: str, added: str) -> None:
     with pytest.raises(UserError) as caught:
         compose("eval", [f"select={policy}", f"{added}select.{key}=0.5"])
     assert_names(str(caught.value), policy, key)
@@ -73,7 +73,7 @@ def test_keys_of_other_policies_are_refused_on_the_command_line(policy: str, key
 def assert_names(message: str, policy: str, key: str) -> None:
     """The message is one line with the key, the policy, the keys that it accepts, and the policy that the key is of."""
     assert message.startswith(
-        f"select.{key}: policy={policy} accepts {', '.join(keys_of(POLICIES[policy]))}; {key} belongs to "
+        f"select.{key}: policy={policy} accepts {', '.join(policy_keys(POLICIES[policy]))}; {key} belongs to "
     )
     assert all(owner in message.partition("belongs to")[2] for owner, (own, _) in VALUES.items() if own == key)
     assert "\n" not in message

@@ -11,7 +11,8 @@ import torch
 from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import EvalRunConfig, SelectConfig, TopKConfig
+from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
@@ -124,7 +125,7 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     )
     assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
     assert zooms == replace(select, scores="oracle")
-    assert isinstance(topk, TopKConfig)
+    assert isinstance(topk, TopK)
     assert topk.sparsity == pytest.approx(0.65)
     results = json.loads((evaluate(evaluated) / "results.json").read_text())
     rows = [row for row in results["rows"] if row["method"] == "oracle"]

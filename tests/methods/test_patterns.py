@@ -6,8 +6,8 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.methods.untrained.a_shape import AShape, falling, measure_spans
@@ -65,7 +65,7 @@ def test_vertical_slash_finds_a_column_and_a_distance():
     x.k[..., 1:3] = turned
     x.k[:, :, 37, :3] = torch.tensor([120.0, 0, 0])
     x.q[:, :, 100:, 1:3] = turned[:-100]
-    mask = Selection(TopK(0.6), VerticalSlash(BLOCK), AlwaysRead(0, 0)).blocks(x)[0, 0]
+    mask = Selection(TopK(sparsity=0.6), VerticalSlash(BLOCK), AlwaysRead(0, 0)).blocks(x)[0, 0]
     assert mask[6:, 37 // BLOCK].all()
     for r in range(10, 20):
         crossed = {(r * BLOCK + i - 100) // BLOCK for i in range(BLOCK)}

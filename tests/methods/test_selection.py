@@ -15,10 +15,10 @@ from msattn.kernels.common import block_counts
 from msattn.kernels.common.block_counts import blocks_read
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
+from msattn.trainer.config.select import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
-from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.methods.untrained import quest
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.oracle import Oracle
@@ -88,7 +88,7 @@ def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, 
 def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
-    mask = TopK(sparsity)(scores, Candidates(visible, diagonal))
+    mask = TopK(sparsity=sparsity)(scores, Candidates(visible, diagonal))
     for row, seen, always in zip(
         mask.transpose(0, 1).flatten(1, 2).unbind(1), visible.flatten(0, 2), diagonal.flatten(0, 2), strict=True
     ):
@@ -104,7 +104,7 @@ def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, 
 def test_sink_and_local_blocks_count_within_the_share():
     x = layer_inputs(320)
     scores = Random(BLOCK)(x)
-    mask = select.Selection(TopK(0.5), Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
+    mask = select.Selection(TopK(sparsity=0.5), Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
     assert mask[..., :, 0].all()
     assert mask[..., 1:, 1].all()
     for distance in range(4):
@@ -115,9 +115,9 @@ def test_sink_and_local_blocks_count_within_the_share():
 def test_token_budget_limits_the_keys_of_a_row():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = TokenBudget(3 * BLOCK + 5, BLOCK)(scores, Candidates(visible, diagonal))
+    mask = TokenBudget(tokens=3 * BLOCK + 5, block_size=BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
-    smallest = TokenBudget(1, BLOCK)(scores, Candidates(visible, diagonal))
+    smallest = TokenBudget(tokens=1, block_size=BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(smallest, diagonal.expand_as(smallest))
 
 
@@ -126,7 +126,7 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
     visible, diagonal = geometry(num_queries, num_keys, padding)
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     shares = [0.25, 0.25, 0.125, 0.125]
-    zoom = Multiscale(shares)(scores, Candidates(visible, diagonal))
+    zoom = Multiscale(shares=shares)(scores, Candidates(visible, diagonal))
     assert zoom.dtype == torch.uint8
     assert ((zoom > 0) <= visible).all()
     assert (zoom[diagonal.expand_as(zoom)] == 1).all()
@@ -144,7 +144,7 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
 def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
     visible, diagonal = geometry(1280, 1280, None)
     scores = torch.rand(1, 2, 80, 80) * visible
-    policy = Multiscale([0.1, 0.1, 0.2, 0.4])
+    policy = Multiscale(shares=[0.1, 0.1, 0.2, 0.4])
     zoom = policy(scores, Candidates(visible, diagonal))
     last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
     for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
@@ -153,29 +153,29 @@ def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
     assert sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
         1 - policy.cost
     )
-    whole = Multiscale([1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    whole = Multiscale(shares=[1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
     assert torch.equal(whole.bool(), visible.expand_as(whole))
-    as_many = Multiscale([0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
-    assert torch.equal(as_many.bool(), TopK(0.75)(scores, Candidates(visible, diagonal)))
+    as_many = Multiscale(shares=[0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
+    assert torch.equal(as_many.bool(), TopK(sparsity=0.75)(scores, Candidates(visible, diagonal)))
 
 
 def test_threshold_reads_every_block_that_reaches_it():
     visible, diagonal = geometry(160, 160, None)
     scores = normalize_rows(torch.rand(1, 2, 10, 10) * visible)
-    mask = Threshold(0.1)(scores, Candidates(visible, diagonal))
+    mask = Threshold(threshold=0.1)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
-    assert torch.equal(Threshold(0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    assert torch.equal(Threshold(threshold=0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 def test_nucleus_is_the_smallest_set_with_the_mass():
     visible, diagonal = geometry(160, 160, None)
     scores = normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
-    mask = Nucleus(0.7)(scores, Candidates(visible, diagonal))
+    mask = Nucleus(mass=0.7)(scores, Candidates(visible, diagonal))
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
     assert ((held - least < 0.7) | (least == math.inf)).all()  # without its lowest score the mass would not be reached
-    assert torch.equal(Nucleus(1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    assert torch.equal(Nucleus(mass=1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
 # numbers of queries and keys, padding of each sequence
@@ -274,7 +274,7 @@ def test_random_scores_depend_on_seed_and_layer_only():
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
 def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys, padding):
     x = layer_inputs(num_queries, num_keys, padding)
-    mask = select.Selection(TopK(0.6), Random(BLOCK)).blocks(x)
+    mask = select.Selection(TopK(sparsity=0.6), Random(BLOCK)).blocks(x)
     dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
     seen = testing.visible(x.q.shape[0], num_queries, num_keys, True, x.kv_start)
     probs = testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, 
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.config import GateConfig, ModelConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import (
     FAMILIES,
@@ -45,7 +45,7 @@ def partition_for(model: Any) -> KMeans:
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
     """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
-    select = Selection(TopK(sparsity), PooledScores(gate_for(model)), AlwaysRead(0, 0))
+    select = Selection(TopK(sparsity=sparsity), PooledScores(gate_for(model)), AlwaysRead(0, 0))
     window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
     return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
-from msattn.trainer.config.select import foreign_key, keys_of
+from msattn.trainer.config.select import foreign_key, policy_keys
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
@@ -158,7 +158,7 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
         accepted = accepted_keys()
         if group == "select" and unfit[1] in accepted:  # a key of another policy than the one composed
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
-            if policy in POLICIES and key not in keys_of(POLICIES[policy]):
+            if policy in POLICIES and key not in policy_keys(POLICIES[policy]):
                 return foreign_key(POLICIES[policy], key)
         if unfit[1] in accepted:
             return f"+{unfit[1]}: the key exists; leave out the plus sign"

@@ -47,14 +47,8 @@ from msattn.trainer.config.select import (
     BASELINES,
     POLICIES,
     SCORES,
-    CalibratedConfig,
-    MultiscaleConfig,
-    NucleusConfig,
     SelectConfig,
     SparsityConfig,
-    ThresholdConfig,
-    TokenBudgetConfig,
-    TopKConfig,
 )
 from msattn.trainer.config.train import (
     LOSSES,

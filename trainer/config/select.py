@@ -1,7 +1,14 @@
-"""Configuration of block selection: one dataclass for each policy, with the keys that this policy accepts."""
+"""Selection of blocks: one dataclass for each policy, which is its keys in the configuration and the function of block scores.
+
+``policy(scores, candidates)`` returns the blocks to read. ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a distribution over
+the visible blocks (larger in the last row of a gate), ``candidates`` a :class:`~msattn.trainer.methods.blocks.Candidates`. The
+result has the shape of the scores: a bool mask, or uint8 zooms (a block at zoom z is read at 1 / z of its tokens, at 0 not at
+all). It contains ``candidates.always`` (zoom 1) and nothing outside of ``candidates.visible``.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,18 +34,23 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from typing import Self
 
+    from torch import Tensor
+
+ZOOMS = (1, 2, 4, 8)
 UNTRAINED = Path(__file__).parent.parent / "methods" / "untrained"
 
 
 def untrained_methods(kind: str) -> tuple[str, ...]:
-    """Returns the names of the methods without training that define ``kind``, scorer or router, without importing them."""
+    """Returns the names of the methods without training that define ``kind``, scorer or router.
+
+    Their files are searched for the line that defines it: importing them would import torch, for which ``--help`` cannot wait.
+    """
     return tuple(sorted(file.stem for file in UNTRAINED.glob("*.py") if f"\n{kind} = " in file.read_text(encoding="utf-8")))
 
 
 BASELINES, ROUTERS = untrained_methods("scorer"), untrained_methods("router")
 SCORES = ("gate", *BASELINES)
 POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
-
 
 POLICY = "how block scores become blocks"
 PolicyName = Annotated[Text, OneOf(POLICIES)]
@@ -89,6 +101,10 @@ class SelectConfig:
 
         def __init__(self, policy: str = "topk", **keys: Any) -> None: ...
 
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        """Returns the blocks to read, see the module."""
+        raise NotImplementedError
+
     @model_validator(mode="wrap")  # pyrefly: ignore[bad-argument-type]
     @classmethod
     def _of_policy(cls, values: Any, validate: Callable[[Any], "SelectConfig"]) -> "SelectConfig":
@@ -104,8 +120,8 @@ class SelectConfig:
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
         """Returns a selection by another policy; the keys that both policies have keep their values."""
-        kept = {key: getattr(self, key) for key in keys_of(policy_class(policy)) if hasattr(self, key)}
-        return SelectConfig(policy, **(kept | keys))
+        shared = {key: getattr(self, key) for key in policy_keys(policy_class(policy)) if hasattr(self, key)}
+        return SelectConfig(policy, **(shared | keys))
 
 
 @schema("select.")
@@ -118,49 +134,65 @@ class SparsityConfig(SelectConfig):
 
 
 @schema("select.")
-class TopKConfig(SparsityConfig):
+class TopK(SparsityConfig):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
     policy: PolicyName = key(POLICY, default="topk")
 
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        return candidates.best(scores, candidates.share(1 - self.sparsity))
+
 
 @schema("select.")
-class CalibratedConfig(SparsityConfig):
+class Calibrated(SparsityConfig):
     """Selects part of each row's top-k share, and blocks above a threshold per layer, which depends on the row's length.
 
     ``sparsity`` is the mean over the rows and heads of a layer. Thresholds are stored with a gate; ``msattn eval`` measures
-    those of other scores on training text.
+    those of other scores on training text. A ``Selection`` holds a function of the scores for each layer, made of them.
     """
 
     policy: PolicyName = key(POLICY, default="calibrated")
 
 
 @schema("select.")
-class ThresholdConfig(SelectConfig):
+class Threshold(SelectConfig):
     """Selects every block whose row-normalised score is at least ``threshold``."""
 
     policy: PolicyName = key(POLICY, default="threshold")
     threshold: Sparsity = key("smallest row-normalised score that is read", default=0.002)
 
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        return candidates.best(scores, candidates.share(0.0), threshold=self.threshold)
+
 
 @schema("select.")
-class NucleusConfig(SelectConfig):
+class Nucleus(SelectConfig):
     """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``."""
 
     policy: PolicyName = key(POLICY, default="nucleus")
     mass: Annotated[Number, Interval(gt=0, le=1)] = key("sum of the row-normalised scores of the blocks read", default=0.95)
 
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        order = scores.masked_fill(candidates.always, float("inf")).argsort(dim=-1, descending=True)
+        ranked = scores.gather(-1, order)
+        before = ranked.cumsum(-1) - ranked
+        needed = before < self.mass * ranked.sum(-1, keepdim=True)
+        return needed.scatter(-1, order, needed) & candidates.visible | candidates.always
+
 
 @schema("select.")
-class TokenBudgetConfig(SelectConfig):
+class TokenBudget(SelectConfig):
     """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
     policy: PolicyName = key(POLICY, default="token_budget")
     tokens: Tokens = key("keys that a query block may read", default=1024)
 
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        return candidates.best(scores, candidates.number(max(1, self.tokens // self.block_size)))
+
 
 @schema("select.")
-class MultiscaleConfig(SelectConfig):
+class Multiscale(SelectConfig):
     """Selects the best blocks whole and the next ones at lower resolution: a block at zoom z is read at 1 / z of its tokens."""
 
     policy: PolicyName = key(POLICY, default="multiscale")
@@ -172,8 +204,21 @@ class MultiscaleConfig(SelectConfig):
         fits = len(self.shares) == 4 and 0 < sum(self.shares) <= 1 + 1e-9
         require(fits, "select.shares", self.shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
 
+    @property
+    def cost(self) -> float:
+        """Share of the visible tokens that is read, where a pooled token counts as one."""
+        return sum(share / zoom for share, zoom in zip(self.shares, ZOOMS, strict=True))
 
-for _kind in (TopKConfig, CalibratedConfig, ThresholdConfig, NucleusConfig, TokenBudgetConfig, MultiscaleConfig):
+    def __call__(self, scores: "Tensor", candidates: Any) -> "Tensor":
+        import torch
+
+        zooms = torch.zeros_like(scores, dtype=torch.uint8)
+        for end, zoom in reversed([*zip(accumulate(self.shares), ZOOMS, strict=True)]):  # finer zooms overwrite coarser ones
+            zooms.masked_fill_(candidates.best(scores, candidates.share(end)), zoom)
+        return zooms
+
+
+for _kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale):
     POLICIES[_kind.policy] = _kind
 
 
@@ -209,11 +254,11 @@ def policy_class(policy: str) -> type[SelectConfig]:
 def check_keys(kind: type[SelectConfig], keys: Iterable[str]) -> None:
     """Raises UserError for keys that the policy of ``kind`` does not have."""
     for name in keys:
-        if name not in ("policy", *keys_of(kind)):
+        if name not in ("policy", *policy_keys(kind)):
             raise UserError(foreign_key(kind, name))
 
 
-def keys_of(kind: type[SelectConfig]) -> list[str]:
+def policy_keys(kind: type[SelectConfig]) -> list[str]:
     """Returns the keys of a policy other than ``policy``: its own first, then those that all policies share."""
     return own_keys(kind) + [item.name for item in fields(SelectConfig) if item.name != "policy"]
 
@@ -226,7 +271,7 @@ def own_keys(kind: type[SelectConfig]) -> list[str]:
 
 def foreign_key(kind: type[SelectConfig], key: str) -> str:
     """Returns the error message for a key that the policy of ``kind`` does not have, with the keys that it accepts."""
-    accepted = keys_of(kind)
-    owners = [name for name, other in POLICIES.items() if key in keys_of(other)]
+    accepted = policy_keys(kind)
+    owners = [name for name, other in POLICIES.items() if key in policy_keys(other)]
     hint = f"; {key} belongs to policy={' and '.join(owners)}" if owners else nearest(key, accepted)
     return f"select.{key}: policy={kind.policy} accepts {', '.join(accepted)}{hint}"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from msattn.trainer import artifacts, data
 from msattn.trainer import methods as methods_package
-from msattn.trainer.config import CalibratedConfig, EvalRunConfig
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config.select import Calibrated
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
@@ -64,7 +65,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {each.method: kept.scorer(each) for each in needy}
-    calibrated = {str(each.method): scorers[each.method] for each in needy if isinstance(each.select, CalibratedConfig)}
+    calibrated = {str(each.method): scorers[each.method] for each in needy if isinstance(each.select, Calibrated)}
     identities = {str(each.method): _identity(each) for each in needy}
     always = always_read(needy[0].select)._replace(dense_queries=0)
     tables = kept.tables(calibrated, identities, always) if calibrated else {}
@@ -124,7 +125,7 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     first = methods.block_selections[0]
     size = first.select.block_size if first.gate is None else first.gate.cfg.block_size
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
-    if isinstance(first.select, CalibratedConfig):
+    if isinstance(first.select, Calibrated):
         always = always._replace(short_rows=SHORT_ROWS)
     sections = {task: getattr(cfg.eval, task) for task in cfg.eval.tasks if task in LIMITED_TASKS}
     asked: dict[int, set[float]] = {}
@@ -147,10 +148,10 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
 def _lacks(method: BlockSelectionMethod) -> bool:
     """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
     if method.gate is None:
-        return method.select.scores == "a_shape" or isinstance(method.select, CalibratedConfig)
+        return method.select.scores == "a_shape" or isinstance(method.select, Calibrated)
     always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
     fits = method.gate.thresholds is not None and always == method.gate.always
-    return isinstance(method.select, CalibratedConfig) and not fits
+    return isinstance(method.select, Calibrated) and not fits
 
 
 def _identity(method: BlockSelectionMethod) -> str:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import CalibratedConfig, EvalRunConfig, MultiscaleConfig, SelectConfig, SparsityConfig
-from msattn.trainer.config.select import own_keys
+from msattn.trainer.config import EvalRunConfig, SelectConfig, SparsityConfig
+from msattn.trainer.config.select import Calibrated, Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
@@ -20,7 +20,6 @@ from msattn.trainer.methods.buckets import serving, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
-from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
 from msattn.trainer.methods.untrained import untrained_method
@@ -70,8 +69,8 @@ class BlockSelectionMethod:
         """
         if isinstance(self.select, SparsityConfig):
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
-        if isinstance(self.select, MultiscaleConfig):
-            shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
+        if isinstance(self.select, Multiscale):
+            shares, cost = " ".join(f"{share:g}" for share in self.select.shares), self.select.cost
             topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
             return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", topk_of_equal_cost)]
         (key,) = own_keys(type(self.select))
@@ -88,7 +87,7 @@ class BlockSelectionMethod:
 
     def selection(self, select: SelectConfig) -> Selection:
         """Returns the selection by ``select``, one of :meth:`settings`."""
-        thresholds = self.thresholds if isinstance(select, CalibratedConfig) else None
+        thresholds = self.thresholds if isinstance(select, Calibrated) else None
         return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 
 
@@ -272,7 +271,7 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
     for path, gate in gates:
         method = gate.scorer.method.of(source=path.source)
         methods.append(BlockSelectionMethod(method, replace(cfg.select, scores="gate"), gate))
-        if isinstance(cfg.select, CalibratedConfig) and not path.source:  # for a comparison of the policies
+        if isinstance(cfg.select, Calibrated) and not path.source:  # for a comparison of the policies
             methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk", scores="gate"), gate))
     return methods + [
         BlockSelectionMethod(untrained_method(name).scorer.method, replace(cfg.select, scores=name, block_size=size))

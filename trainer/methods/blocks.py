@@ -6,11 +6,12 @@ of masks and positions is 1 instead of ``B``.
 """
 
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.common.block_counts import EIGHTHS, blocks_read
 
 
@@ -81,6 +82,14 @@ class Candidates:
         if share not in self._counts:
             self._counts[share] = (self.row_visible.double() * share).round().int()
         return self._counts[share]
+
+    def number(self, blocks: int) -> Tensor:
+        """Returns the same number of blocks for each row: int32 ``[B | 1, 1, Tr, 1]``."""
+        return torch.full_like(self.visible[..., :1], blocks, dtype=torch.int32)
+
+    def best(self, scores: Tensor, counts: Tensor, **limit: Any) -> Tensor:
+        """Selects the ``counts`` best blocks of each row, those that must be read first, and all that reach the ``limit``."""
+        return best_blocks(scores, counts, self.visible, self.always, **limit)
 
 
 class AlwaysRead(NamedTuple):

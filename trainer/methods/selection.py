@@ -5,8 +5,8 @@ them into a block mask for ``block_sparse_attention``, or a zoom map for ``multi
 share this interface. Nothing here synchronizes with the device.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,30 +15,18 @@ from torch import Tensor
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
-from msattn.trainer.config import (
-    CalibratedConfig,
-    MultiscaleConfig,
-    NucleusConfig,
-    SelectConfig,
-    ThresholdConfig,
-    TokenBudgetConfig,
-    TopKConfig,
-)
+from msattn.trainer.config.select import Calibrated, SelectConfig, TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer, TrainedScorer
-from msattn.trainer.methods.blocks import (
-    SINK_AND_LOCAL,
-    AlwaysRead,
-    Candidates,
-    candidate_blocks,
-)
-from msattn.trainer.methods.policies import Calibrated, Multiscale, Nucleus, Policy, Threshold, TokenBudget, TopK
-from msattn.trainer.methods.thresholds import SHORT_ROWS, block_threshold, shortest_row
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.methods.thresholds import SHORT_ROWS, CalibratedRows, block_threshold, shortest_row
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.layer_attention import score_options, with_sinks
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
+
+Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.select
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,8 @@ class Selection:
 
     Attributes
     ----------
-    policy : one policy for all layers, or a sequence with one for each layer.
+    policy : one policy for all layers, or a sequence with one for each layer: block scores and candidates in, the blocks to
+        read out. Of a :class:`SelectConfig`, which is one, only the keys of its own policy count here.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
     """
@@ -93,8 +82,8 @@ class Selection:
         scorer = scorer or _scorer(cfg, gate)
         recorded = gate.always if cfg.scores == "gate" and gate is not None else SINK_AND_LOCAL
         always = always_read(cfg, recorded)
-        if not isinstance(cfg, CalibratedConfig):
-            return cls(_policy(cfg, scorer.block_size), scorer, always)
+        if not isinstance(cfg, Calibrated):
+            return cls(replace(cfg, block_size=scorer.block_size), scorer, always)
         if thresholds is None and cfg.scores == "gate" and gate is not None:
             _check_always(always, recorded)
             thresholds = gate.thresholds
@@ -145,22 +134,7 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
             )
 
 
-def _policy(cfg: SelectConfig, block_size: int) -> Policy:
-    match cfg:
-        case TopKConfig():
-            return TopK(cfg.sparsity)
-        case ThresholdConfig():
-            return Threshold(cfg.threshold)
-        case NucleusConfig():
-            return Nucleus(cfg.mass)
-        case TokenBudgetConfig():
-            return TokenBudget(cfg.tokens, block_size)
-        case MultiscaleConfig():
-            return Multiscale(cfg.shares)
-    raise NotImplementedError(cfg.policy)
-
-
-def _calibrated(cfg: CalibratedConfig, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
+def _calibrated(cfg: Calibrated, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
     if table is None:
         raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
     if cfg.sparsity > table["sparsities"][-1]:
@@ -168,7 +142,8 @@ def _calibrated(cfg: CalibratedConfig, always: AlwaysRead, table: Mapping[str, A
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always)
     found = [block_threshold(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
-    return [TopK(cfg.sparsity) if each is None else Calibrated(share * table["floor"], *each, above) for each in found]
+    top_k = TopK(sparsity=cfg.sparsity)
+    return [top_k if each is None else CalibratedRows(share * table["floor"], *each, above) for each in found]
 
 
 def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:

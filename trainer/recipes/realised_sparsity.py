@@ -16,7 +16,7 @@ from torch import Tensor
 
 from msattn.trainer import data, models
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import CalibratedConfig
+from msattn.trainer.config.select import Calibrated
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -42,7 +42,7 @@ def main() -> None:
     settings = [
         (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))
         for method in found.block_selections
-        if isinstance(method.select, CalibratedConfig)
+        if isinstance(method.select, Calibrated)
         for sparsity in cfg.eval.perplexity.sparsities
     ]
     print("scores,sparsity,length,realised,least_layer,most_layer,last_row", flush=True)

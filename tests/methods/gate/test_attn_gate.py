@@ -12,11 +12,11 @@ from msattn.kernels import testing
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.models import rope
@@ -282,7 +282,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
         mask = selection.blocks(x)
         # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
         assert 1 - mask[..., 16:, :].sum() / (long.sum() * 16) == pytest.approx(sparsity, abs=0.02)
-        assert (TopK(1 - (1 - sparsity) * floor)(GateScores(gate)(x), candidates) <= mask).all()
+        assert (TopK(sparsity=min(1 - (1 - sparsity) * floor, 0.9999))(GateScores(gate)(x), candidates) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
 

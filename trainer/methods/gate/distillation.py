@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
+from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.models.layer_attention import attention_recall, block_map
@@ -185,7 +185,7 @@ def gate_recall(
         true, scores = normalize_rows(dense.pooled), gate.scores(x)
         for name, ranked in (("gate", scores), ("oracle", true)):
             for sparsity in RECALL_SPARSITIES:
-                mask = Selection(TopK(sparsity), Oracle(size), gate.always).choose(ranked, x)
+                mask = Selection(TopK(sparsity=sparsity), Oracle(size), gate.always).choose(ranked, x)
                 recall = attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
                 recalls.add(name, sparsity, x.layer, recall)
                 if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
