@@ -94,6 +94,8 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("train-gate --cgf job", "No such option: --cgf"),
         ("train-gate --config-dir nowhere", "--config-dir nowhere: no such folder"),
         ("eval select=topq", "did you mean topk?"),
+        ("eval +select=quest", "+select: the key exists; leave out the plus sign"),
+        ("eval ~select.sparsity=0.4", "The value of 'select.sparsity' is 0.5 and not 0.4."),
         ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps='many': accepted is an integer"),

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.commands.keys import first_sentence, keys_of
+from msattn.trainer.errors import UserError
 from tests.running import exit_code
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -87,6 +89,23 @@ def test_a_group(page) -> None:
         "msattn eval",
     ):
         assert text in out
+
+
+@pytest.mark.slow
+def test_a_command_lists_the_selections_that_it_can_use(page) -> None:
+    """Each of the others is refused, and the page of the group says by which commands."""
+    options = {
+        command: keys_of(command).groups["select"].options.keys() for command in ("eval", "generate", "serve", "finetune")
+    }
+    assert options["eval"] - options["generate"] == {"a_shape"}
+    assert options["generate"] - options["serve"] == {"multiscale"}
+    assert options["finetune"] == {"topk", "multiscale"}
+    for command, refused in (("generate", "scores=a_shape"), ("serve", "policy=multiscale"), ("finetune", "scores=quest")):
+        with pytest.raises(UserError, match=f"^select.{refused}: "):
+            compose(command, [f"select={refused.partition('=')[2]}", "artifacts.gate=embedded"])
+    page = " ".join(page("help", "select")[1].split())
+    assert "by default calibrated in msattn eval" in page
+    assert "MoA). Not in generate, serve, finetune." in page
 
 
 @pytest.mark.slow

@@ -144,6 +144,12 @@ def test_dataclasses_check_what_python_gives_them() -> None:
     assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, "an instance changes no defaults"
 
 
+@pytest.mark.parametrize(("length", "distance"), [(4096, 256), (512, 128), (2, 0)])
+def test_long_range_queries_exist_in_short_chunks(length: int, distance: int) -> None:
+    cfg = compose("train-qmodel", [f"data.seq_len={length}"])
+    assert cfg.qmodel.long_range == distance
+
+
 def test_known_keys_reach_the_leaves() -> None:
     keys = known_keys(schemas.EvalRunConfig)
     assert {"model.presets.recent", "eval.needle.depths", "artifacts.gate", "overwrite", "select.mass"} <= set(keys)

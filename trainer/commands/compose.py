@@ -21,6 +21,7 @@ from msattn.trainer.errors import UserError, first_line
 UNDERSCORED = re.compile(  # a number with underscores that is a whole value or item; quoted text is matched without a number
     r"""(['"]).*?(?<!\\)\1|[=\[{,:(] *(?P<number>[+-]?\d[\d.]*_[\d_.]*) *(?=$|[]},):])"""
 )
+EXISTS = "+{}: the key exists; leave out the plus sign"
 QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.path="my file.txt"'"""
 
 
@@ -67,7 +68,7 @@ def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: s
     _check_numbers(overrides)
     try:
         return hydra.compose_config(COMMANDS[command].config, list(overrides), RunMode[mode])
-    except ValueError as error:  # not a HydraException: a group is null
+    except (ValueError, TypeError) as error:  # not a HydraException: a group is null, or a list of numbers
         raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
 
 
@@ -109,6 +110,9 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
+    # For distances: ${within:1024,${data.seq_len}} is the first number, or a quarter of the length if that is less.
+    within = lambda distance, length: min(distance, length // 4) if isinstance(length, int) else distance  # noqa: E731
+    OmegaConf.register_new_resolver("within", within, replace=True)
     _store_schemas(command)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
@@ -153,6 +157,8 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
         return f"{shown(error.override)}: not understood; write key=value, {QUOTING}"
     if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):
         return f"{ambiguous[1]}: a comma is a sweep: add --multirun, write a list as key=[a,b], {QUOTING}"
+    if repeated := re.match(r"Multiple values for (.+?)\. ", message):
+        return EXISTS.format(repeated[1])
     if unfit := re.match(r"Could not (?:override|append to config|delete|append)[^']*'(.+?)'", message):
         group, _, key = unfit[1].rpartition(".")
         accepted = accepted_keys()
@@ -160,7 +166,9 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
             if policy in POLICIES and key not in policy_keys(POLICIES[policy]):
                 return foreign_key(POLICIES[policy], key)
-        if unfit[1] in accepted:
-            return f"+{unfit[1]}: the key exists; leave out the plus sign"
+        if unfit[1] in accepted and message.startswith("Could not append"):
+            return EXISTS.format(unfit[1])
+        if unfit[1] in accepted:  # ~key=value, with another value than it has
+            return " ".join(message.split())
         return f"unknown key {unfit[1]}{nearest(unfit[1], accepted)}"
     return " ".join(message.split())

@@ -96,7 +96,10 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     if not using:
         topics = [*commands, *group_options(), *chain.from_iterable(accepted.values())]
         raise UserError(f"help {topic}: no command, group or key has this name{nearest(topic, topics)}")
-    known = keys_of(using[0], policies=name.startswith("select"))
+    of_select = name.startswith("select")
+    if of_select:  # finetune, which comes first, has other defaults than the commands that serve
+        using.sort(key=lambda command: COMMANDS[command].trains)
+    known = keys_of(using[0], policies=of_select)
     pages = [(f"msattn {command} --help", "all groups and keys of the command") for command in using]
     see: Section = ("Commands with this key" if name in known.keys else "Commands with these keys", pages)
     if name in known.keys:
@@ -110,6 +113,12 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
                 for key in found
                 if key.startswith(f"{name}.") and key not in keys
             }
+    if topic == "select":
+        refusing = {
+            option: [each for each in using if option in COMMANDS[each].schema.refused] for option in group_options()[topic]
+        }
+        for option, commands in refusing.items():
+            known.groups[topic].options[option] += f" Not in {', '.join(commands)}." if commands else ""
     options = [_options(known.groups[topic], f" in msattn {using[0]}")] if topic in known.groups else []
     heading = f"Keys, {_defaults(known)} in msattn {using[0]}"
     rows: list[Section] = [(heading, [_key_row(key) for key in keys.values()])] if keys else []

@@ -82,7 +82,7 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = Fal
     with initialized_hydra(command) as hydra:
         composed = compose_raw(hydra, command, overrides)
         chosen = {name: option for name, option in composed.hydra.runtime.choices.items() if not name.startswith("hydra")}
-        options = {name: hydra.config_loader.get_group_options(name) for name in sorted(chosen)}
+        options = {name: _usable(schema, name, hydra.config_loader.get_group_options(name)) for name in sorted(chosen)}
         values: Any = OmegaConf.to_container(without_hydra(composed), resolve=True)
     keys = _keys(schema, values)
     if policies and "select" in values:
@@ -97,9 +97,15 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = Fal
 
 def _keys(schema: Any, values: Any, prefix: str = "", only: str = "") -> dict[str, Key]:
     return {
-        name: Key(name, value, item.metadata["help"], choices_of(item.type), only)
+        name: Key(name, value, item.metadata["help"], tuple(_usable(schema, name, choices_of(item.type))), only)
         for name, item, value in leaves(schema, values, prefix)
     }
+
+
+def _usable(schema: Any, name: str, choices: Sequence[str]) -> list[str]:
+    """Returns the choices of a group or key that the job can use."""
+    refused = getattr(schema, "refused", {}) if name.startswith("select") else {}
+    return [choice for choice in choices if choice not in refused]
 
 
 def group_options() -> dict[str, list[str]]:

@@ -1,9 +1,10 @@
 """The configuration schema of each command."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
@@ -29,7 +30,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.select import SelectConfig, SparsityConfig
+from msattn.trainer.config.select import BASELINES, POLICIES, SelectConfig, SparsityConfig, check_usable
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -49,6 +50,8 @@ TRAINABLE = ("topk", "multiscale")  # policies of finetune, which read the same 
 @schema(kw_only=True)
 class JobConfig:
     """Keys of every command."""
+
+    refused: ClassVar[Mapping[str, str]] = {}  # policies and scores of ``select`` that the job cannot use, and why
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     outputs: Text = key("root folder of all outputs", default="outputs")
@@ -224,6 +227,10 @@ class TrainQModelConfig(RunConfig):
 class FinetuneConfig(RunConfig):
     """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless ``select.sparsity=0``."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        **{policy: f"finetune trains with {' or '.join(TRAINABLE)}" for policy in POLICIES if policy not in TRAINABLE},
+        **dict.fromkeys(BASELINES, "finetune trains with gate"),
+    }
     select: SelectConfig
     train: FinetuneTrainConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
@@ -246,9 +253,7 @@ class FinetuneConfig(RunConfig):
                 gate,
                 f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
             )
-            policy, scores = self.select.policy, self.select.scores
-            require(policy in TRAINABLE, "select.policy", policy, f"finetune trains with {' or '.join(TRAINABLE)}")
-            require(scores == "gate", "select.scores", scores, "finetune trains with gate")
+            check_usable(self.select, self.refused)
             below = self.select.dense_below
             require(
                 below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune uses sparse attention in every chunk"
@@ -323,6 +328,9 @@ class EvalRunConfig(AttachConfig):
 class AnswerConfig(AttachConfig):
     """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "a_shape": "needs spans that msattn eval measures on text; sink_local has equal spans"
+    }
     keys: Number | None = key(
         "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates their number",
         default=None,
@@ -338,6 +346,7 @@ class AnswerConfig(AttachConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_usable(self.select, self.refused)
         ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
         require(ok, "keys", self.keys, "accepted is null, a share in [0.001, 0.5], or a whole number of keys")
         for name in ("probes", "keys"):
@@ -389,6 +398,10 @@ class ServerLimits:
 class ServeConfig(AnswerConfig):
     """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        **AnswerConfig.refused,
+        "multiscale": "reads no pages of a KV cache; accepted are the other policies",
+    }
     server: ServerLimits = field(default_factory=ServerLimits)
     max_new_tokens: Count = key("new tokens of a request that does not give max_tokens", default=1024)
     dense: Flag = key("serve the model as it is, without artifacts, e.g. to compare", default=False)

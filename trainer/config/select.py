@@ -75,9 +75,7 @@ class SelectConfig:
 
     policy: PolicyName = key(POLICY, default="topk")
     _: KW_ONLY
-    scores: Scores = key(
-        "gate, or a method without training (msattn help select); a_shape in eval.baselines alone", default="gate"
-    )
+    scores: Scores = key("gate, or a method without training (msattn help select)", default="gate")
     sink_blocks: TokensOrZero | None = key(
         "number of leading blocks that every row reads; null: as the gate's artifact records, else 1", default=None
     )
@@ -243,6 +241,13 @@ def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: f
         return replace(select)
     given: dict[str, Any] = {"sparsity": sparsity}
     return replace(select, **given)
+
+
+def check_usable(select: SelectConfig, refused: Mapping[str, str]) -> None:
+    """Raises UserError for a policy or scores that are ``refused``, with the reason that is given there."""
+    for name in ("policy", "scores"):
+        value = getattr(select, name)
+        require(value not in refused, f"select.{name}", value, refused.get(value, ""))
 
 
 def policy_class(policy: str) -> type[SelectConfig]:

@@ -4,6 +4,7 @@ Those that the configuration has too are inherited from it.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -110,6 +111,12 @@ def _is_one_of(value: Any, kinds: Sequence[Any]) -> bool:
     return any(has_type(value, each) for each in kinds)
 
 
+def _as_written(name: str) -> str:
+    """Returns the type of an option as code has it, e.g. ``Gate | str | Path | None``."""
+    without_modules = re.sub(r"(\w+\.)+", "", inspect.formatannotation(TYPES[name]))
+    return re.sub(r"Optional\[(\w+)\]", r"\1 | None", without_modules)
+
+
 TYPES = get_type_hints(AttachOptions)  # without the constraints of the configuration
 READ_OPTIONS = {item.name for item in fields(ReadOptions)}
 VLLM_KEYS = tuple(item.name for item in fields(AttachOptions) if item.metadata.get("vllm", True))
@@ -118,7 +125,11 @@ VLLM_KEYS = tuple(item.name for item in fields(AttachOptions) if item.metadata.g
 def takes(
     options: Callable[P, AttachOptions],
 ) -> "Callable[[Callable[[PreTrainedModel, AttachOptions], R]], Callable[Concatenate[PreTrainedModel, P], R]]":
-    """Gives a function of a model and ``options`` the fields of these as keyword arguments, with their help."""
+    """Gives a function of a model and ``options`` the fields of these as keyword arguments.
+
+    ``help`` shows ``__signature__`` and ``__doc__``. Both are put together here from the fields and their help, so that
+    ``attach``, ``enable`` and the command line cannot differ.
+    """
 
     def decorate(function: "Callable[[PreTrainedModel, AttachOptions], R]") -> "Callable[Concatenate[PreTrainedModel, P], R]":
         @wraps(function)
@@ -129,7 +140,9 @@ def takes(
 
         signature, documented = inspect.signature(function), (AttachOptions, ReadOptions)
         keywords = [
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=TYPES[item.name])
+            inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=_as_written(item.name)
+            )
             for item in sorted(fields(AttachOptions), key=lambda item: item.name in READ_OPTIONS)  # what is attached first
         ]
         parameters = [signature.parameters["model"], *keywords]
