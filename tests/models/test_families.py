@@ -14,6 +14,7 @@ from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.artifact import Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import (
@@ -165,7 +166,7 @@ def test_artifacts_of_other_layers_are_refused() -> None:
         attach(model, qmodel=KMeans(centroids, [0, 1])),
     ):
         pass
-    every = Gate(3, 4, 2, 16, GateConfig(block_size=BLOCK), torch.ones(8))
+    every = Gate(Shape(3, 4, 2, 16), GateConfig(block_size=BLOCK), torch.ones(8))
     message = r"=\[0, 1, 2\]: accepted are the layers \[1\]"
     with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
         pass

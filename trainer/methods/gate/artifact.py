@@ -1,19 +1,31 @@
-"""GateArtifact: what gates for prefill and gates for decoding have in common as artifacts."""
+"""GateArtifact: what gates for prefill and gates for decoding have in common."""
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from msattn.trainer import artifacts
+from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from msattn.trainer.methods.thresholds import BlockThresholds, KeyThresholds
+
+
+class Shape(NamedTuple):
+    """Numbers of a model that its gates depend on, named as in its fingerprint."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class GateArtifact(artifacts.ArtifactModule):
@@ -22,54 +34,66 @@ class GateArtifact(artifacts.ArtifactModule):
     Attributes
     ----------
     phase : the phase of the gates, see :class:`~msattn.trainer.config.GateConfig`.
-    inv_freq : fp32 ``[hidden / 2]``, stored with the weights.
+    shape : of the model, or of the part of its heads that this rank computes.
+    inv_freq : fp32 ``[hidden / 2]``, stored with the weights; 0 for channels that do not rotate.
     thresholds : calibrated thresholds; None before training.
     """
 
     phase: ClassVar[str]
-    cfg: GateConfig
     inv_freq: Tensor
-    thresholds: dict[str, Any] | None = None
+
+    def __init__(self, shape: Shape, cfg: GateConfig, inv_freq: Tensor) -> None:
+        super().__init__()
+        self.shape, self.cfg = shape, cfg
+        self.thresholds: dict[str, Any] | None = None
+        self.register_buffer("inv_freq", inv_freq.float())
+
+    @staticmethod
+    def of_model(config: "PretrainedConfig", cfg: GateConfig) -> tuple[Shape, Tensor]:
+        """Returns the shape of a model, and the frequencies of its gates, which do not use YaRN's attention factor."""
+        shape = Shape(models.num_layers(config), models.num_heads(config), models.num_kv_heads(config), models.head_dim(config))
+        hidden = cfg.hidden or shape.head_dim
+        inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
+        return shape, F.pad(inv_freq, (0, hidden // 2 - len(inv_freq)))
 
     def details(self) -> dict[str, Any]:
         """Returns the manifest entries from which :meth:`load` rebuilds these gates."""
         return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
+
+    def model_shape(self) -> dict[str, int]:
+        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        return self.shape._asdict()
 
     @classmethod
     def _restore(
         cls,
         artifact: artifacts.Artifact,
         cfg: GateConfig,
-        num_gates: int,
         thresholds: "BlockThresholds | KeyThresholds | None",
-        build: Callable[[Tensor], Self],
+        num_gates: int,
+        **options: Any,
     ) -> Self:
-        """Returns frozen gates with the weights of ``artifact``, on the CPU.
+        """Returns the frozen gates of an ``artifact``, on the CPU; the rest is what its manifest says.
 
-        Parameters
-        ----------
-        cfg, num_gates, thresholds : what its manifest says.
-        build : from inverse frequencies to the gates, whose weights are then replaced.
-
-        Raises
-        ------
-        UserError
-            If the gates are for another phase, or the tensors are not those of ``num_gates`` gates.
+        Raises UserError if they are for another phase, or the tensors are not those of ``num_gates`` gates.
         """
         if cfg.phase != cls.phase:
             raise UserError(f"artifact {artifact.path}: details.gate.phase={cfg.phase}: accepted is {cls.phase}")
         expected = 1 + (4 if cfg.qk_norm else 2) * num_gates
         if len(artifact.tensors) != expected:  # before modules are built
             raise UserError(f"artifact {artifact.path}: {len(artifact.tensors)} tensors, accepted are {expected}")
+        shape = Shape(*(artifact.manifest["model"][name] for name in Shape._fields))
         with torch.device("meta"):
-            gate = build(torch.empty((cfg.hidden or artifact.manifest["model"]["head_dim"]) // 2))
+            gate = cls(shape, cfg, torch.empty((cfg.hidden or shape.head_dim) // 2), **options)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
         gate.load_state_dict(artifact.tensors, assign=True)
         gate.artifact, gate.thresholds = artifact, None if thresholds is None else asdict(thresholds)
         return gate.requires_grad_(False)
 
-    def _take_part(self, whole: "GateArtifact", part: HeadShard) -> Self:
-        """Takes the weights of a part of the heads of ``whole``, and returns these gates, frozen."""
-        self.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in whole.state_dict().items()})
-        self.artifact, self.thresholds = whole.artifact, whole.thresholds
-        return self.requires_grad_(False)
+    def _part(self, part: HeadShard, **options: Any) -> Self:
+        """Returns frozen gates of a part of the heads, for tensor parallelism."""
+        heads, kv_heads = (number // part.ranks for number in (self.shape.num_heads, self.shape.num_kv_heads))
+        own = type(self)(self.shape._replace(num_heads=heads, num_kv_heads=kv_heads), self.cfg, self.inv_freq, **options)
+        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
+        own.artifact, own.thresholds = self.artifact, self.thresholds
+        return own.requires_grad_(False)

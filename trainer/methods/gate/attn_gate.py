@@ -23,7 +23,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
-from msattn.trainer.methods.gate.artifact import GateArtifact
+from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
@@ -204,7 +204,6 @@ class Gate(GateArtifact):
     Attributes
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
-    num_layers : layers of the model.
     thresholds : calibrated thresholds of each layer (``calibrate_blocks``); None before training.
     always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
@@ -213,35 +212,25 @@ class Gate(GateArtifact):
 
     def __init__(
         self,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: Shape,
         cfg: GateConfig,
         inv_freq: Tensor,
         *,
         layers: list[int] | None = None,
         channels: Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.num_layers = num_layers
+        super().__init__(shape, cfg, inv_freq)
         self.always = SINK_AND_LOCAL
-        self.layer_numbers = list(range(num_layers)) if layers is None else list(layers)
-        self.cfg = cfg
-        self.layers = ModulesByLayer(
-            {layer: AttnGate(head_dim, num_heads, num_kv_heads, cfg, channels) for layer in self.layer_numbers}
-        )
-        self.register_buffer("inv_freq", inv_freq.float())
+        self.layer_numbers = list(range(shape.num_layers)) if layers is None else list(layers)
+        of_layer = shape.head_dim, shape.num_heads, shape.num_kv_heads, cfg, channels
+        self.layers = ModulesByLayer({layer: AttnGate(*of_layer) for layer in self.layer_numbers})
 
     @classmethod
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "Gate":
-        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor."""
-        head_dim = models.head_dim(config)
-        hidden = cfg.hidden or head_dim
-        inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
-        inv_freq = F.pad(inv_freq, (0, hidden // 2 - len(inv_freq)))  # channels that do not rotate have frequency 0
-        shape = models.num_layers(config), models.num_heads(config), models.num_kv_heads(config), head_dim
-        return cls(*shape, cfg, inv_freq, layers=models.served_layers(config), channels=rope.channel_pairs(config))
+        """Builds untrained gates for a model's ``config``."""
+        shape, inv_freq = cls.of_model(config, cfg)
+        options = {"layers": models.served_layers(config), "channels": rope.channel_pairs(config)}
+        return cls(shape, cfg, inv_freq, **options)
 
     @classmethod
     def load(cls, path: str | Path) -> "Gate":
@@ -253,9 +242,8 @@ class Gate(GateArtifact):
             If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
-        base = artifact.manifest["model"]
         details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
-        cfg, thresholds, num_layers = details.gate, details.thresholds, base["num_layers"]
+        thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
         if isinstance(thresholds, FixedThresholds):
             print_once(
                 f"warning: artifact {path}: its thresholds, of an earlier version, are not used; "
@@ -267,8 +255,7 @@ class Gate(GateArtifact):
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
         if thresholds is not None and len(thresholds.layers) != num_layers:
             raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
-        sizes = (num_layers, base["num_heads"], base["num_kv_heads"], base["head_dim"])
-        gate = cls._restore(artifact, cfg, len(layers), thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, layers=layers))
+        gate = cls._restore(artifact, details.gate, thresholds, len(layers), layers=layers)
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
 
@@ -279,22 +266,13 @@ class Gate(GateArtifact):
 
     def shard(self, part: HeadShard) -> "Gate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
-        shape = self.model_shape()
-        heads, kv_heads = shape["num_heads"] // part.ranks, shape["num_kv_heads"] // part.ranks
-        own = Gate(self.num_layers, heads, kv_heads, shape["head_dim"], self.cfg, self.inv_freq, layers=self.layer_numbers)
+        own = self._part(part, layers=self.layer_numbers)
         own.always = self.always
-        return own._take_part(self, part)
+        return own
 
     def details(self) -> dict[str, Any]:
         always = {"sink_blocks": self.always.sink_blocks, "local_blocks": self.always.local_blocks}
         return super().details() | {"layers": self.layer_numbers} | always
-
-    def model_shape(self) -> dict[str, int]:
-        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
-        layer = cast(AttnGate, self.layers[self.layer_numbers[0]])
-        size = layer.key_weight.shape[2] // len(self.cfg.k_pool)
-        heads = {"num_heads": layer.heads * layer.shared_queries, "num_kv_heads": layer.num_kv_heads}
-        return {"num_layers": self.num_layers, **heads, "head_dim": size}
 
     def logits(self, x: "LayerInputs") -> Tensor:
         """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.

@@ -20,11 +20,10 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import DecodeDefaults
-from msattn.trainer.methods.gate.artifact import GateArtifact
+from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
 from msattn.trainer.methods.thresholds import KeyThresholds
-from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -62,27 +61,17 @@ class DecodeGate(BlockRouter, GateArtifact):
     phase = "decode"
     method = Method("decode gate", trained=True, style={"color": "#0072B2", "marker": "o"})
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        cfg: GateConfig,
-        inv_freq: Tensor,
-        num_blocks: int,
-    ) -> None:
-        super().__init__()
-        self.cfg = cfg
+    def __init__(self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, num_blocks: int) -> None:
+        super().__init__(shape, cfg, inv_freq)
         self.block_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
-        self.layers, self.kv_heads, self.num_heads, self.head_dim = list(range(num_layers)), num_kv_heads, num_heads, head_dim
+        self.layers, self.kv_heads = list(range(shape.num_layers)), shape.num_kv_heads
         of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
-        self.gates = nn.ModuleList(AttnGate(head_dim, num_heads, num_kv_heads, of_groups) for _ in range(num_layers))
-        self.register_buffer("inv_freq", inv_freq.float())
+        of_layer = shape.head_dim, shape.num_heads, shape.num_kv_heads, of_groups
+        self.gates = nn.ModuleList(AttnGate(*of_layer) for _ in self.layers)
 
     @classmethod
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
-        """Builds untrained gates for a model's ``config``; they do not use YaRN's attention factor.
+        """Builds untrained gates for a model's ``config``.
 
         Raises
         ------
@@ -90,11 +79,8 @@ class DecodeGate(BlockRouter, GateArtifact):
         """
         if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
             raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
-        head_dim = models.head_dim(config)
-        inv_freq, _ = rope.inverse_frequencies(config, dim=cfg.hidden or head_dim)
-        num_blocks = -(-models.max_length(config) // cfg.block_size)
-        heads = models.num_heads(config), models.num_kv_heads(config)
-        return cls(models.num_layers(config), *heads, head_dim, cfg, inv_freq, num_blocks)
+        shape, inv_freq = cls.of_model(config, cfg)
+        return cls(shape, cfg, inv_freq, num_blocks=-(-models.max_length(config) // cfg.block_size))
 
     @classmethod
     def load(cls, path: str | Path) -> "DecodeGate":
@@ -106,26 +92,16 @@ class DecodeGate(BlockRouter, GateArtifact):
             If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="decode_gate")
-        base = artifact.manifest["model"]
         details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
-        cfg, sizes = details.gate, (base["num_layers"], base["num_heads"], base["num_kv_heads"], base["head_dim"])
-        return cls._restore(
-            artifact, cfg, sizes[0], details.thresholds, lambda inv_freq: cls(*sizes, cfg, inv_freq, details.num_blocks)
-        )
+        num_gates = artifact.manifest["model"]["num_layers"]
+        return cls._restore(artifact, details.gate, details.thresholds, num_gates, num_blocks=details.num_blocks)
 
     def shard(self, part: HeadShard) -> "DecodeGate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
-        heads = self.num_heads // part.ranks, self.kv_heads // part.ranks
-        own = DecodeGate(len(self.gates), *heads, self.head_dim, self.cfg, self.inv_freq, self.num_buckets)
-        return own._take_part(self, part)
+        return self._part(part, num_blocks=self.num_buckets)
 
     def details(self) -> dict[str, Any]:
         return super().details() | {"num_blocks": self.num_buckets}
-
-    def model_shape(self) -> dict[str, int]:
-        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
-        return {"num_layers": len(self.gates), **heads, "head_dim": self.head_dim}
 
     def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
         """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.

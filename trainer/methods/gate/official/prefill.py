@@ -53,13 +53,13 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str,
     keys, cfg = _read_keys(files)
     gate = Gate.build(config, cfg)
     factor = rotation_factor(files, config, keys.seerattn_gate_hidden_size)
-    shape = gate.model_shape()
-    size, hidden = shape["head_dim"], keys.seerattn_gate_hidden_size
+    shape = gate.shape
+    size, hidden = shape.head_dim, keys.seerattn_gate_hidden_size
     double = len(cfg.q_pool) > 1 or hidden != size or keys.seerattn_gate_force_double
-    shapes = {"mask_linear_k": (shape["num_kv_heads" if double else "num_heads"], len(cfg.k_pool) * size, hidden)}
+    shapes = {"mask_linear_k": (shape.num_kv_heads if double else shape.num_heads, len(cfg.k_pool) * size, hidden)}
     if double:
-        shapes["mask_linear_q"] = (shape["num_heads"], len(cfg.q_pool) * size, hidden)
-    layers = read_weights(files, shape["num_layers"], shapes)
+        shapes["mask_linear_q"] = (shape.num_heads, len(cfg.q_pool) * size, hidden)
+    layers = read_weights(files, shape.num_layers, shapes)
     for number in gate.layer_numbers:
         _fill(cast(AttnGate, gate.layers[number]), layers[number], factor)
     gate.always = AlwaysRead(0, 0)  # the authors read the row's own block and the best ones alone
