@@ -1,11 +1,12 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Ge, Interval
-from torch import Tensor
+from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
@@ -15,47 +16,45 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
-class Router(Protocol):
-    """Interface of ``KMeans`` and ``QModel``.
+class Router(nn.Module):
+    """Base class of routers by content: ``KMeans``, ``QModel``, and those without training.
+
+    Queries are those of one token, keys and queries are given before and after RoPE (``nope``: before).
 
     Attributes
     ----------
     num_buckets : buckets of each key/value head.
     layers : indices of the model's routed layers.
+    kv_heads : key/value heads of the model.
     """
 
     num_buckets: int
     layers: list[int]
+    kv_heads: int
 
+    @abstractmethod
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
-        """Returns the bucket of each key, int32 ``[B, Hkv, N]``.
+        """Returns the bucket of each key ``[B, Hkv, N, D]``: int32 ``[B, Hkv, N]``."""
 
-        ``k_nope`` and ``k`` ``[B, Hkv, N, D]`` are the keys before and after RoPE.
-        """
-        ...
+    @abstractmethod
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        """Returns the bucket scores of each query head ``[B, Hq, 1, D]``: fp32 ``[B, Hq, C]``."""
 
     def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns the bucket scores of each key/value head, fp32 ``[B, Hkv, C]``, summed over its query group.
-
-        ``q_nope`` and ``q`` ``[B, Hq, 1, D]`` are the queries of one token before and after RoPE.
-        """
-        ...
+        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
+        return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
 
     def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """Returns the ``probes`` buckets (0 to C) with the highest :meth:`scores`, int32 ``[B, Hkv, probes]``."""
-        ...
-
-    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns the bucket scores of each query head, fp32 ``[B, Hq, C]``."""
-        ...
-
-
-class DensityRouter(Router, Protocol):
-    """Interface of routers that predict attention, which read the buckets with the densest attention: ``QModel``."""
+        """Returns the ``probes`` buckets (0 to C) with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
+        return top_buckets(self.scores(layer, q_nope, q), probes)
 
     def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
-        """Returns the buckets whose density reaches ``threshold`` for one token: int32 ``[B, Hkv, most]``, -1 is none."""
-        ...
+        """Returns the buckets whose density reaches ``threshold``, of a router whose scores are probabilities.
+
+        The result is int32 ``[B, Hkv, most]``, -1 is none. ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys in the
+        buckets. Of more than ``most`` buckets, the densest are returned.
+        """
+        raise NotImplementedError
 
 
 LayerIndex = Annotated[int, Interval(ge=0, lt=10_000)]
@@ -98,12 +97,7 @@ def layer_index(layers: list[int], layer: int) -> int:
 
 
 def top_buckets(scores: Tensor, probes: int) -> Tensor:
-    """Returns the ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered.
-
-    Raises
-    ------
-    UserError : ``probes`` is negative or larger than the number of buckets.
-    """
+    """Returns the ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered."""
     _check_probes(probes, scores.shape[-1])
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
@@ -111,11 +105,8 @@ def top_buckets(scores: Tensor, probes: int) -> Tensor:
 def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = False) -> Tensor:
     """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
 
-    ``x`` holds one query of each sequence. With ``by_head`` each query head has its own buckets: ``[B, Hq, probes]``.
-
-    Raises
-    ------
-    UserError : ``probes`` is negative or larger than the number of buckets.
+    ``x`` holds one query of each sequence. With ``by_head`` each query head has its own buckets: ``[B, Hq, probes]``. Raises
+    UserError for more probes than there are buckets.
     """
     _check_probes(probes, router.num_buckets)
     if by_head:
@@ -124,7 +115,7 @@ def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = Fals
 
 
 def route_by_density(
-    router: DensityRouter, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
+    router: Router, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
 ) -> Tensor:
     """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
 

@@ -9,29 +9,21 @@ from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import RouterDetails, layer_index, top_buckets
+from msattn.trainer.methods.buckets import Router, RouterDetails, layer_index
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
 FEW_KEYS = 64  # of a sequence, or of all decoded tokens of a pass over pages
 
 
-class KMeans(artifacts.ArtifactModule):
-    """Centroids of each layer and key/value head; a training-free :class:`~msattn.trainer.methods.buckets.Router`.
+class KMeans(Router, artifacts.ArtifactModule):
+    """Centroids of each layer and key/value head, which route by themselves.
 
     Parameters
     ----------
-    centroids : Tensor
-        fp32 ``[layers, Hkv, C, D]``, of unit length.
-    layers : list of int
-        The model's layers, in the order of ``centroids``.
-    rope : bool
-        Keys and queries are taken after RoPE (the baseline) instead of before.
-
-    Attributes
-    ----------
-    artifact : Artifact or None
-        The artifact that it was loaded from.
+    centroids : fp32 ``[layers, Hkv, C, D]``, of unit length.
+    layers : the model's layers, in the order of ``centroids``.
+    rope : keys and queries are taken after RoPE (the baseline) instead of before.
     """
 
     centroids: Tensor
@@ -43,7 +35,7 @@ class KMeans(artifacts.ArtifactModule):
         self.register_buffer("centroids", centroids)
         self.layers = list(layers)
         self.rope = rope
-        self.num_buckets = centroids.shape[2]
+        self.kv_heads, self.num_buckets = centroids.shape[1:3]
 
     @classmethod
     def load(cls, path: str | Path) -> "KMeans":
@@ -67,24 +59,16 @@ class KMeans(artifacts.ArtifactModule):
         return own
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
-        """Returns the nearest centroid of each key, int32 ``[B, Hkv, N]``; keys ``[B, Hkv, N, D]`` before and after RoPE."""
+        """Returns the nearest centroid of each key."""
         keys = k if self.rope else k_nope
         if keys.shape[2] <= FEW_KEYS:  # decoded tokens: the operator would split the centroids first, which takes longer
             return self._products(layer, keys).argmax(-1).to(torch.int32)
         return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
 
-    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
-        return self.head_scores(layer, q_nope, q).unflatten(1, (self.centroids.shape[1], -1)).sum(2)
-
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns the products of one token's queries ``[B, Hq, 1, D]`` and the centroids: fp32 ``[B, Hq, C]``."""
-        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.centroids.shape[1], -1))  # [B, Hkv, group, D]
+        """Returns the products of queries and centroids."""
+        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.kv_heads, -1))  # [B, Hkv, group, D]
         return self._products(layer, queries).flatten(1, 2)
-
-    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """Returns the buckets with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
-        return top_buckets(self.scores(layer, q_nope, q), probes)
 
     def _products(self, layer: int, vectors: Tensor) -> Tensor:
         """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32 ``[B, Hkv, n, C]``."""
@@ -96,9 +80,7 @@ class KMeans(artifacts.ArtifactModule):
 def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetails, tuple[int, ...]]:
     """Returns the checked details of a router's artifact, and the shape of its centroids, the tensor ``name``.
 
-    Raises
-    ------
-    UserError : an entry has another type, or contradicts the model that the artifact was made for.
+    Raises UserError for an entry of another type, or one that contradicts the model that the artifact was made for.
     """
     where = f"artifact {artifact.path}"
     details = checked(artifact.manifest["details"], RouterDetails, f"{where}: details")

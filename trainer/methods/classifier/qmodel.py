@@ -19,7 +19,7 @@ from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import layer_index
+from msattn.trainer.methods.buckets import Router, layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
@@ -36,29 +36,22 @@ class QModelDetails:
     thresholds: KeyThresholds | None = None
 
 
-class QModel(artifacts.ArtifactModule):
-    """Query classifiers and the partition that they are trained for; a :class:`~msattn.trainer.methods.buckets.Router`.
+class QModel(Router, artifacts.ArtifactModule):
+    """Query classifiers and the partition that they are trained for.
 
     Parameters
     ----------
-    partition : KMeans
-        Assigns keys to buckets. It is part of the artifact.
-    num_heads : int
-        Classifiers of each layer: the number of key/value heads (one classifier per query group) or of query heads.
-    hidden : int
-        Width of the hidden layer.
-    residual : bool
-        Adds the products of query and centroids to the logits, so that the network learns a correction to k-means routing.
-        Figure 7 of the paper mentions a residual form of the same capacity without a formula; this form has the same weights.
-    seed : int
-        The initial weights of a layer depend on (seed, layer) alone.
+    partition : assigns keys to buckets; a part of the artifact.
+    num_heads : classifiers of each layer: the number of key/value heads (one for a query group) or of query heads.
+    hidden : width of the hidden layer.
+    residual : adds the products of query and centroids to the logits, so that the network learns a correction to k-means
+        routing. Figure 7 of the paper mentions a residual form of the same capacity without a formula; this form has the same
+        weights.
+    seed : the initial weights of a layer depend on (seed, layer) alone.
 
     Attributes
     ----------
-    artifact : Artifact or None
-        The artifact that it was loaded from.
-    thresholds : dict or None
-        Calibrated thresholds (:func:`msattn.trainer.methods.thresholds.calibrate_keys`); None before training.
+    thresholds : of :func:`msattn.trainer.methods.thresholds.calibrate_keys`; None before training.
     """
 
     mean: Tensor
@@ -102,7 +95,8 @@ class QModel(artifacts.ArtifactModule):
         details, centroids = router_details(artifact, "partition.centroids")
         calibration = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
-        if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in _accepted_heads(artifact):
+        accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]  # classifiers of a layer
+        if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
             raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
         with torch.device("meta"):
             untrained = KMeans(torch.empty(centroids), details.layers, details.rope)
@@ -159,15 +153,11 @@ class QModel(artifacts.ArtifactModule):
         return super().train(mode)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
-        """Returns the nearest centroid of each key: int32 ``[B, Hkv, N]``, as :meth:`KMeans.assign`."""
+        """Returns the nearest centroid of each key, as :meth:`KMeans.assign`."""
         return self.partition.assign(layer, k_nope, k)
 
-    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
-        return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
-
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns the bucket probabilities of one token's queries ``[B, Hq, 1, D]``: fp32 ``[B, Hq, C]``."""
+        """Returns the probabilities of the buckets."""
         queries = (q if self.rope else q_nope)[:, :, -1]
         weight_in, bias_in, weight_out, bias_out = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
         heads, batch = len(weight_in), len(queries)
@@ -177,20 +167,15 @@ class QModel(artifacts.ArtifactModule):
         return probs.flatten(1, 2)
 
     def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """Returns the buckets with the highest :meth:`scores` for one token: int32 ``[B, Hkv, probes]``."""
-        queries = (q if self.rope else q_nope)[:, :, -1:]
-        weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
-        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes)
+        return self._probe(layer, q_nope, q, probes)
 
     def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
-        """Returns the buckets whose density reaches ``threshold`` for one token: int32 ``[B, Hkv, most]``, -1 is none.
+        return self._probe(layer, q_nope, q, min(most, self.num_buckets), sizes=sizes, threshold=threshold)
 
-        ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys. Of more than ``most`` buckets, the densest are returned.
-        """
+    def _probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int, **density: Any) -> Tensor:
         queries = (q if self.rope else q_nope)[:, :, -1:]
         weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
-        reach = {"sizes": sizes, "threshold": threshold}
-        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=min(most, self.num_buckets), **reach)
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes, **density)
 
     def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.
@@ -218,18 +203,11 @@ class QModel(artifacts.ArtifactModule):
         return super()._apply(fn, recurse)
 
 
-def _accepted_heads(artifact: artifacts.Artifact) -> tuple[int, int]:
-    """Returns the numbers of classifiers that a layer may have: one for each query head, or for each key/value head."""
-    return artifact.manifest["model"]["num_heads"], artifact.manifest["model"]["num_kv_heads"]
-
-
 def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | None:
     """Returns a warning if classifiers find less held-out attention mass than their k-means alone, else None.
 
-    Parameters
-    ----------
-    metrics : of training, with ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets.
-    probes : buckets that are read in serving; the largest L up to it decides. None: the largest L.
+    The ``metrics`` of training have ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets. The largest one
+    up to ``probes``, those that are read in serving, decides; None: the largest of all.
     """
     measured = sorted(int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name))
     count = max((each for each in measured if each <= (probes or each)), default=min(measured, default=None))

@@ -225,8 +225,8 @@ class TargetCache:
         if not self.totals("long_range").any():
             raise UserError(f"qmodel.long_range={cfg.long_range}: no query has its top key that far away {where}")
 
-    def max_layer_bytes(self) -> int:
-        """Returns the memory that the rows of the largest layer take, in bytes."""
+    def max_layer_bytes(self, num_heads: int = 0) -> int:
+        """Returns the memory that the rows of the largest layer take, in bytes, for any number of classifiers."""
         row_bytes = 2 * (self.partition.centroids.shape[3] + self.partition.num_buckets) + ENTROPY_BYTES
         return int(self.totals("counts").sum(1).max()) * row_bytes
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +45,9 @@ HELDOUT_PROMPTS = 4
 MEMORY_SHARE = 0.8  # share of the free device memory that training may fill
 STATE_BYTES = 18  # per weight: itself, its gradient and Adam's two moments in fp32, and a bf16 copy for the product
 ACTIVATION_BYTES = 32  # per element of the hidden layer and the logits: tensors saved for backward, and gradients
-NOT_CACHED = (  # settings without effect on the cached targets
-    "source",
-    "hidden",
-    "heads",
-    "steps_per_prompt",
-    "prompts_at_once",
-    "batch_queries",
-    "residual",
-    "layers_at_once",
-)
-TrainTargets = TargetCache | OnlineTargets
+NOT_CACHED = {  # settings without effect on the cached targets
+    *("source", "hidden", "heads", "steps_per_prompt", "prompts_at_once", "batch_queries", "residual", "layers_at_once"),
+}
 
 
 def train_qmodel(cfg: TrainQModelConfig) -> Path:
@@ -74,8 +66,8 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)
-    device, work = models.resolve_device(cfg.device), folder.parent / "runs" / "qmodel"
-    partition = load_partition(cfg).to(device)
+    device = models.resolve_device(cfg.device)
+    partition = _load_partition(cfg).to(device)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     assert partition.artifact is not None
     artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
@@ -83,43 +75,27 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     text, heldout_text = data.training_chunks(
         cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
     )
-
     ranks = distributed.init_process_state(device)
-    settings = target_settings(cfg, loaded, partition, [text.fingerprint, heldout_text.fingerprint])
-    with ranks.main_process_first():  # it removes parts that were made with other settings
-        cached, trained = open_parts(cfg, work, settings, clear=ranks.is_main_process and not cfg.resume)
-    online = cfg.qmodel.source == "online"
-    train: TrainTargets = (
-        OnlineTargets(loaded.model, text, partition, cfg) if online else TargetCache(cached, "train", text, partition, cfg)
-    )
-    heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
-    for cache in (train, heldout):
-        if isinstance(cache, TargetCache):
-            cache.compute_missing(loaded.model, ranks)
-            cache.check()
-    near = 1 - long_range_share(train, heldout)
+    job = _Job.open(cfg, folder, loaded, partition, text, heldout_text, ranks)
+    for cache in job.caches:
+        cache.compute_missing(loaded.model, ranks)
+        cache.check()
+    near = 1 - job.caches[0].long_range_share()
     if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
         print(f"{near:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
-    config, fingerprint = loaded.model.config, loaded.fingerprint
-    heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
+    fingerprint = loaded.fingerprint
     del loaded
     release_memory()
 
-    train_missing_layers(cfg, train, heldout, heads, work, trained, ranks)
-    thresholds = calibrated_thresholds(cfg, train, trained, text)
+    job.train_missing_layers(ranks)
+    thresholds = job.calibrated_thresholds()
     if ranks.is_main_process:
-        write_artifact(cfg, folder, train, heldout, trained, fingerprint, thresholds)
+        job.write_artifact(folder, fingerprint, thresholds)
     ranks.wait_for_everyone()
     return folder
 
 
-def long_range_share(train: TrainTargets, heldout: TargetCache) -> float:
-    """Returns the share of long-range queries among the cached training queries, or the held-out ones if none are cached."""
-    return (train if isinstance(train, TargetCache) else heldout).long_range_share()
-
-
-def load_partition(cfg: TrainQModelConfig) -> KMeans:
-    """Loads the k-means ``artifacts.kmeans``, by default that of the same model and name; UserError if there is none."""
+def _load_partition(cfg: TrainQModelConfig) -> KMeans:
     source = cfg.artifacts.kmeans or artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     if cfg.artifacts.kmeans is None and not os.path.exists(source):
         hint = f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names another"
@@ -127,97 +103,229 @@ def load_partition(cfg: TrainQModelConfig) -> KMeans:
     return KMeans.load(source)
 
 
-def target_settings(
-    cfg: TrainQModelConfig, loaded: "Loaded", partition: KMeans, data_fingerprints: list[Any]
-) -> dict[str, Any]:
-    """Returns everything that the cached targets depend on."""
-    assert partition.artifact is not None
-    return {
-        "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
-        "data": data_fingerprints,
-        "model": loaded.fingerprint,
-        "dtype": str(loaded.model.dtype),
-        "kmeans": partition.artifact.manifest["content_hash"],
-        "seed": cfg.seed,
-    }
+@dataclass(frozen=True)
+class _Job:
+    """The training of the classifiers of a partition.
 
-
-def open_parts(
-    cfg: TrainQModelConfig, work: Path, target_settings: dict[str, Any], *, clear: bool
-) -> tuple[FinishedParts, FinishedParts]:
-    """Opens the parts of cached targets and of trained layers; ``clear`` removes the work folders of earlier runs."""
-    training_settings = {
-        "qmodel": {**asdict(cfg.qmodel), "layers_at_once": None},
-        "train": resume_settings(cfg.train, cfg.seed, "adam", 1),
-    }
-    cached = FinishedParts(work / "cache", target_settings, resume=cfg.resume)
-    trained = FinishedParts(work / "layers", target_settings | training_settings, resume=cfg.resume)
-    for leftover in work.glob("layers_*") if clear else ():
-        shutil.rmtree(leftover)
-    return cached, trained
-
-
-def train_missing_layers(
-    cfg: TrainQModelConfig,
-    train: TrainTargets,
-    heldout: TargetCache,
-    heads: int,
-    work: Path,
-    trained: FinishedParts,
-    ranks: "PartialState",
-) -> None:
-    """Trains this rank's share of the layers that are not finished, group after group, and waits for the other ranks."""
-    partition = train.partition
-    device = partition.centroids.device
-    shares = np.array_split(np.array(partition.layers), ranks.num_processes)
-    missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in trained]
-    group_size = layers_at_once(cfg, train, heldout, len(missing), heads, device, ranks.num_processes)
-    with distributed.isolated_rank(device):
-        for layers in layer_groups(missing, group_size):
-            print(f"layers {layer_range(layers)}: {len(layers) * heads} classifiers train at once", flush=True)
-            train_layers(cfg, layers, train, heldout, heads, work, trained)
-            release_memory()
-    ranks.wait_for_everyone()
-
-
-def layers_at_once(
-    cfg: TrainQModelConfig,
-    train: TrainTargets,
-    heldout: TargetCache,
-    layers: int,
-    heads: int,
-    device: torch.device,
-    processes: int,
-) -> int:
-    """Returns how many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as the free memory holds.
-
-    Raises
-    ------
-    UserError : ``qmodel.layers_at_once`` layers do not fit into memory, or a single one does not.
+    Attributes
+    ----------
+    train, heldout : the queries that train and measure the classifiers, and their targets.
+    heads : classifiers of a layer.
+    work : the folder of caches, checkpoints and metrics.
+    trained : the layers that are finished; the note of each has its metrics and seconds.
     """
-    online = isinstance(train, OnlineTargets)
-    *_, num_buckets, head_dim = heldout.partition.centroids.shape
-    weights = cfg.qmodel.hidden * (head_dim + num_buckets)
-    elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
-    layer_bytes = heldout.max_layer_bytes() + (train.max_layer_bytes(heads) if online else train.max_layer_bytes())
-    layer_bytes += heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
-    on_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // processes
-    if online:
-        free = max(0, free - train.pass_bytes())
-    given = cfg.qmodel.layers_at_once
-    wanted = min(given or 1, layers)
-    if wanted * layer_bytes > free:
-        memory = f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
-        if wanted > 1:
-            raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set it to null")
-        if online:
-            one = f"qmodel.steps_per_prompt={cfg.qmodel.steps_per_prompt}: beside a pass of the model, training one layer takes"
-            raise UserError(f"{one} {memory} qmodel.prompts_at_once")
-        raise UserError(
-            f"qmodel.num_prompts={cfg.qmodel.num_prompts}: training one layer takes {memory} qmodel.queries_per_prompt"
+
+    cfg: TrainQModelConfig
+    partition: KMeans
+    train: TargetCache | OnlineTargets
+    heldout: TargetCache
+    heads: int
+    work: Path
+    trained: FinishedParts
+
+    @classmethod
+    def open(
+        cls,
+        cfg: TrainQModelConfig,
+        folder: Path,
+        loaded: "Loaded",
+        partition: KMeans,
+        text: data.Chunks,
+        heldout_text: data.Chunks,
+        ranks: "PartialState",
+    ) -> "_Job":
+        """Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes."""
+        work = folder.parent / "runs" / "qmodel"
+        assert partition.artifact is not None
+        of_targets = {
+            "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
+            "data": [text.fingerprint, heldout_text.fingerprint],
+            "model": loaded.fingerprint,
+            "dtype": str(loaded.model.dtype),
+            "kmeans": partition.artifact.manifest["content_hash"],
+            "seed": cfg.seed,
+        }
+        of_training = {
+            "qmodel": {**asdict(cfg.qmodel), "layers_at_once": None},
+            "train": resume_settings(cfg.train, cfg.seed, "adam", 1),
+        }
+        with ranks.main_process_first():
+            cached = FinishedParts(work / "cache", of_targets, resume=cfg.resume)
+            trained = FinishedParts(work / "layers", of_targets | of_training, resume=cfg.resume)
+            for leftover in work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ():
+                shutil.rmtree(leftover)
+        train: TargetCache | OnlineTargets = TargetCache(cached, "train", text, partition, cfg)
+        if cfg.qmodel.source == "online":
+            train = OnlineTargets(loaded.model, text, partition, cfg)
+        heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
+        config = loaded.model.config
+        heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
+        return cls(cfg, partition, train, heldout, heads, work, trained)
+
+    @property
+    def caches(self) -> list[TargetCache]:
+        """The targets that are cached: those of training, unless they are drawn online, before the held-out ones."""
+        return [each for each in (self.train, self.heldout) if isinstance(each, TargetCache)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.partition.centroids.device
+
+    @property
+    def served(self) -> dict[str, Any]:
+        return serving(self.cfg.model.presets, self.partition.num_buckets)
+
+    def train_missing_layers(self, ranks: "PartialState") -> None:
+        """Trains this rank's share of the layers that are not finished, group after group, and waits for the other ranks."""
+        shares = np.array_split(np.array(self.partition.layers), ranks.num_processes)
+        missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in self.trained]
+        group_size = self.layers_at_once(len(missing), ranks.num_processes)
+        with distributed.isolated_rank(self.device):
+            for layers in layer_groups(missing, group_size):
+                print(f"layers {layer_range(layers)}: {len(layers) * self.heads} classifiers train at once", flush=True)
+                self.train_layers(layers)
+                release_memory()
+        ranks.wait_for_everyone()
+
+    def layers_at_once(self, layers: int, processes: int) -> int:
+        """Returns how many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as the free memory holds.
+
+        Raises UserError if ``qmodel.layers_at_once`` layers do not fit into memory, or a single one does not.
+        """
+        cfg, online = self.cfg, isinstance(self.train, OnlineTargets)
+        *_, num_buckets, head_dim = self.partition.centroids.shape
+        weights = cfg.qmodel.hidden * (head_dim + num_buckets)
+        elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
+        layer_bytes = self.heldout.max_layer_bytes() + self.train.max_layer_bytes(self.heads)
+        layer_bytes += self.heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
+        on_gpu = self.device.type == "cuda"
+        free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_memory() // processes
+        if isinstance(self.train, OnlineTargets):
+            free = max(0, free - self.train.pass_bytes())
+        given = cfg.qmodel.layers_at_once
+        wanted = min(given or 1, layers)
+        if wanted * layer_bytes > free:
+            memory = f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
+            if wanted > 1:
+                raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set it to null")
+            if online:
+                one = f"steps_per_prompt={cfg.qmodel.steps_per_prompt}: beside a pass of the model, training one layer takes"
+                raise UserError(f"qmodel.{one} {memory} qmodel.prompts_at_once")
+            one = f"num_prompts={cfg.qmodel.num_prompts}: training one layer takes"
+            raise UserError(f"qmodel.{one} {memory} qmodel.queries_per_prompt")
+        return given or max(1, int(MEMORY_SHARE * free / layer_bytes))
+
+    def train_layers(self, layers: list[int]) -> None:
+        """Trains the classifiers of ``layers`` together and saves each layer as a part."""
+        began, cfg, whole = time.perf_counter(), self.cfg, self.partition
+        partition = KMeans(whole.centroids[[layer_index(whole.layers, layer) for layer in layers]], layers, whole.rope)
+        heldout, length = self.heldout.load(layers, self.heads, self.device), cfg.train.steps * cfg.train.batch_size
+        draw: CachedBatches | OnlineBatches
+        dataset: Dataset[Any]
+        online = isinstance(self.train, OnlineTargets)
+        if isinstance(self.train, OnlineTargets):
+            draw, dataset = OnlineBatches(self.train, layers, self.heads), BatchNumbers(length)
+        else:
+            cached = self.train.load(layers, self.heads, self.device)
+            draw, dataset = CachedBatches(cached, layers, cfg.qmodel.batch_queries), BatchSeeds(cfg.seed, length)
+        qmodel = QModel(partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(self.device)
+        bf16 = self.device.type == "cuda" and models.resolve_dtype(cfg.dtype, self.device) != torch.float32
+        loading_seconds = time.perf_counter() - began
+        probes = max(1, self.served["probes"])
+
+        folder = self.work / f"layers_{layer_range(layers)}"
+        run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{layer_range(layers)}"
+        with Tracker.of_job(cfg, "train-qmodel", folder=folder, run_name=run_name) as tracker:
+            result = fit(
+                Distiller(qmodel, draw, bf16=bf16),
+                dataset,
+                train=cfg.train,
+                folder=folder,
+                tracker=tracker,
+                device=self.device,
+                seed=cfg.seed,
+                resume=cfg.resume,
+                evaluate=lambda: average_layers(routing_recall(qmodel, heldout, [probes])),
+                optimizer="adam",
+                collate=BatchNumbers.collate if online else None,
+                shuffle=not online,
+            )
+            metrics = {
+                layer: {"loss": result.losses[f"layer {layer}"], **recalls}
+                for layer, recalls in routing_recall(qmodel.eval(), heldout).items()
+            }
+            tracker.summary(average_layers(metrics))
+        layer_seconds = (loading_seconds + result.seconds) / len(layers)
+        tensors = qmodel.state_dict()
+        for index, layer in enumerate(layers):
+            layer_tensors = {name: value[index].cpu().contiguous() for name, value in tensors.items()}
+            self.trained.save(layer_part(layer), layer_tensors, {"metrics": metrics[layer], "seconds": layer_seconds})
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def calibrated_thresholds(self) -> dict[str, Any]:
+        """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
+
+        The model is loaded again, unless its passes make the targets: training from cached ones has the memory to itself.
+        """
+        cfg = self.cfg
+        if isinstance(self.train, OnlineTargets):
+            model = self.train.model
+        else:
+            model = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed).model
+        qmodel = QModel(self.partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual)
+        qmodel.load_state_dict(self.trained_tensors())
+        window = {key: value for key, value in self.served.items() if key != "probes"}
+        chunks = distributed.rank_shard(self.train.chunks, KEY_CALIBRATION_CHUNKS)
+        return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **window)
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Returns the weights of all layers, stacked."""
+        parts = [self.trained.load(layer_part(layer))[0] for layer in self.partition.layers]
+        return {name: torch.stack([tensors[name] for tensors in parts]) for name in parts[0]}
+
+    def write_artifact(self, folder: Path, fingerprint: dict[str, Any], thresholds: dict[str, Any]) -> None:
+        """Writes the trained layers as one artifact, logs its metrics, and removes the parts and checkpoints."""
+        cfg, partition = self.cfg, self.partition
+        assert partition.artifact is not None
+        notes = [self.trained.load(layer_part(layer))[1] for layer in partition.layers]
+        kv_heads = len(notes) * partition.kv_heads
+        metrics = average_layers({layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)})
+        metrics |= {
+            "cache_seconds_a_kv_head": sum(each.seconds() for each in self.caches) / kv_heads,
+            "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
+        }
+        artifacts.write(
+            folder,
+            kind="qmodel",
+            tensors=self.trained_tensors(),
+            config=asdict(cfg),
+            model=fingerprint,
+            details={
+                **asdict(cfg.qmodel),
+                "layers": partition.layers,
+                "rope": partition.rope,
+                "num_buckets": partition.num_buckets,
+                "kmeans_hash": partition.artifact.manifest["content_hash"],
+                "share_long_range": self.caches[0].long_range_share(),
+                "serving": self.served,
+                "thresholds": thresholds,
+            },
+            data=self.train.chunks.fingerprint,
+            seed=cfg.seed,
+            metrics=metrics,
+            overwrite=cfg.overwrite,
         )
-    return given or max(1, int(MEMORY_SHARE * free / layer_bytes))
+        run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
+        with Tracker.of_job(cfg, "train-qmodel", folder=self.work, run_name=run_name, after_work=True) as tracker:
+            tracker.use_artifact(partition.artifact)
+            tracker.summary(metrics)
+            tracker.log_artifact(folder)
+        self.trained.remove()
+        for leftover in self.work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
+            shutil.rmtree(leftover)
+        artifacts.print_summary(folder, metrics)
+        if warning := routing_warning(metrics, self.served["probes"]):
+            warnings.warn(warning, ModelWarning, stacklevel=2)
 
 
 def layer_groups(layers: list[int], group_size: int) -> list[list[int]]:
@@ -233,142 +341,3 @@ def layer_range(layers: list[int]) -> str:
     """Returns ``3-7`` for consecutive layers, else a list such as ``1,4``."""
     consecutive = len(layers) > 1 and layers == list(range(layers[0], layers[-1] + 1))
     return f"{layers[0]}-{layers[-1]}" if consecutive else ",".join(map(str, layers))
-
-
-def train_layers(
-    cfg: TrainQModelConfig,
-    layers: list[int],
-    train: TrainTargets,
-    heldout: TargetCache,
-    heads: int,
-    work: Path,
-    trained: FinishedParts,
-) -> None:
-    """Trains the classifiers of ``layers`` together and saves each layer as a part; its note has the metrics and seconds."""
-    began = time.perf_counter()
-    whole = train.partition
-    device = whole.centroids.device
-    partition = KMeans(whole.centroids[[layer_index(whole.layers, layer) for layer in layers]], layers, whole.rope)
-    heldout_data, length = heldout.load(layers, heads, device), cfg.train.steps * cfg.train.batch_size
-    draw: CachedBatches | OnlineBatches
-    dataset: Dataset[Any]
-    online = isinstance(train, OnlineTargets)
-    if online:
-        draw, dataset = OnlineBatches(train, layers, heads), BatchNumbers(length)
-    else:
-        cached = train.load(layers, heads, device)
-        draw, dataset = CachedBatches(cached, layers, cfg.qmodel.batch_queries), BatchSeeds(cfg.seed, length)
-    qmodel = QModel(partition, heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(device)
-    bf16 = device.type == "cuda" and models.resolve_dtype(cfg.dtype, device) != torch.float32
-    loading_seconds = time.perf_counter() - began
-    probes = max(1, serving(cfg.model.presets, partition.num_buckets)["probes"])
-
-    folder = work / f"layers_{layer_range(layers)}"
-    run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{layer_range(layers)}"
-    with Tracker.of_job(cfg, "train-qmodel", folder=folder, run_name=run_name) as tracker:
-        result = fit(
-            Distiller(qmodel, draw, bf16=bf16),
-            dataset,
-            train=cfg.train,
-            folder=folder,
-            tracker=tracker,
-            device=device,
-            seed=cfg.seed,
-            resume=cfg.resume,
-            evaluate=lambda: average_layers(routing_recall(qmodel, heldout_data, [probes])),
-            optimizer="adam",
-            collate=BatchNumbers.collate if online else None,
-            shuffle=not online,
-        )
-        metrics = {
-            layer: {"loss": result.losses[f"layer {layer}"], **recalls}
-            for layer, recalls in routing_recall(qmodel.eval(), heldout_data).items()
-        }
-        tracker.summary(average_layers(metrics))
-    layer_seconds = (loading_seconds + result.seconds) / len(layers)
-    tensors = qmodel.state_dict()
-    for index, layer in enumerate(layers):
-        layer_tensors = {name: value[index].cpu().contiguous() for name, value in tensors.items()}
-        trained.save(layer_part(layer), layer_tensors, {"metrics": metrics[layer], "seconds": layer_seconds})
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-
-def calibrated_thresholds(
-    cfg: TrainQModelConfig, train: TrainTargets, trained: FinishedParts, text: data.Chunks
-) -> dict[str, Any]:
-    """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
-
-    The model is loaded again for it, unless its passes make the targets: training from cached ones has the memory to itself.
-    """
-    if isinstance(train, OnlineTargets):
-        model = train.model
-    else:
-        model = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed).model
-    partition = train.partition
-    tensors = trained_tensors(trained, partition.layers)
-    qmodel = QModel(partition, tensors["weight_in"].shape[1], cfg.qmodel.hidden, residual=cfg.qmodel.residual)
-    qmodel.load_state_dict(tensors)
-    window = {key: value for key, value in serving(cfg.model.presets, partition.num_buckets).items() if key != "probes"}
-    chunks = distributed.rank_shard(text, KEY_CALIBRATION_CHUNKS)
-    return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **window)
-
-
-def trained_tensors(trained: FinishedParts, layers: list[int]) -> dict[str, torch.Tensor]:
-    """Returns the weights of all layers, stacked."""
-    parts = [trained.load(layer_part(layer))[0] for layer in layers]
-    return {name: torch.stack([tensors[name] for tensors in parts]) for name in parts[0]}
-
-
-def write_artifact(
-    cfg: TrainQModelConfig,
-    folder: Path,
-    train: TrainTargets,
-    heldout: TargetCache,
-    trained: FinishedParts,
-    fingerprint: dict[str, Any],
-    thresholds: dict[str, Any],
-) -> None:
-    """Writes the trained layers as one artifact, logs its metrics, and removes the parts and checkpoints."""
-    partition = train.partition
-    assert partition.artifact is not None
-    notes = [trained.load(layer_part(layer))[1] for layer in partition.layers]
-    kv_heads = len(notes) * partition.centroids.shape[1]
-    metrics = average_layers({layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)})
-    cached = [each for each in (train, heldout) if isinstance(each, TargetCache)]
-    metrics |= {
-        "cache_seconds_a_kv_head": sum(each.seconds() for each in cached) / kv_heads,
-        "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
-    }
-    artifacts.write(
-        folder,
-        kind="qmodel",
-        tensors=trained_tensors(trained, partition.layers),
-        config=asdict(cfg),
-        model=fingerprint,
-        details={
-            **asdict(cfg.qmodel),
-            "layers": partition.layers,
-            "rope": partition.rope,
-            "num_buckets": partition.num_buckets,
-            "kmeans_hash": partition.artifact.manifest["content_hash"],
-            "share_long_range": long_range_share(train, heldout),
-            "serving": serving(cfg.model.presets, partition.num_buckets),
-            "thresholds": thresholds,
-        },
-        data=train.chunks.fingerprint,
-        seed=cfg.seed,
-        metrics=metrics,
-        overwrite=cfg.overwrite,
-    )
-    work = heldout.parts.folder.parent
-    run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
-    with Tracker.of_job(cfg, "train-qmodel", folder=work, run_name=run_name, after_work=True) as tracker:
-        tracker.use_artifact(partition.artifact)
-        tracker.summary(metrics)
-        tracker.log_artifact(folder)
-    trained.remove()
-    for leftover in work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
-        shutil.rmtree(leftover)
-    artifacts.print_summary(folder, metrics)
-    if warning := routing_warning(metrics, serving(cfg.model.presets, partition.num_buckets)["probes"]):
-        warnings.warn(warning, ModelWarning, stacklevel=2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
-from msattn.trainer.methods.buckets import hash32, top_buckets
+from msattn.trainer.methods.buckets import Router, hash32
 from msattn.trainer.methods.untrained.base import UntrainedRouter, UntrainedScorer
 from msattn.trainer.models.families import num_kv_heads
 
@@ -34,7 +34,7 @@ class Random(UntrainedScorer):
         return normalize_rows(torch.rand(shape, generator=generator, device=x.q.device) * visible)
 
 
-class RandomBuckets(UntrainedRouter):
+class RandomBuckets(UntrainedRouter, Router):
     """A key's bucket is a hash of its bits, and so are a query's scores of the buckets.
 
     Hashes depend on ``seed``, layer and bits alone. Rounding, which differs between batches, gives a key another bucket.
@@ -67,10 +67,6 @@ class RandomBuckets(UntrainedRouter):
         """Returns random scores in [0, 1] for queries ``q [B, Hq, 1, D]`` after RoPE: fp32 ``[B, Hq, C]``."""
         of_query = self._hash(layer, q[:, :, -1])[..., None]
         return hash32(of_query ^ hash32(torch.arange(self.num_buckets, device=q.device))).float() / MASK
-
-    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """Returns ``probes`` different random buckets: int32 ``[B, Hkv, probes]``."""
-        return top_buckets(self.scores(layer, q_nope, q), probes)
 
     def _hash(self, layer: int, vectors: Tensor) -> Tensor:
         """Returns hashes of ``vectors [..., D]``: int64 ``[...]``, 0 to ``2 ** 32 - 1``."""
