@@ -16,7 +16,7 @@ from msattn.trainer.commands import tiles
 from msattn.trainer.commands.bench import bench as run
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.break_even import break_even
+from msattn.trainer.models.break_even import prefill_break_even
 
 GPU = "NVIDIA H200"
 FAST, OTHER = Tile(32, 64, 4, 2), Tile(16, 32, 8, 5, 3)
@@ -105,12 +105,12 @@ def test_damaged_file_is_ignored_and_unwritable_folder_is_an_error(monkeypatch: 
 def test_break_even_length_by_sparsity_and_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msattn.trainer.models.break_even.BREAK_EVEN", {90: {0.5: 9000, 0.9: 3000}})
     device = torch.device("cuda")
-    assert [break_even(sparsity, device) for sparsity in (0.5, 0.8, 0.9, 0.99)] == [9000, 9000, 3000, 3000]
-    assert break_even(0.4, device) > 2**31, "never at this sparsity"
+    assert [prefill_break_even(sparsity, device) for sparsity in (0.5, 0.8, 0.9, 0.99)] == [9000, 9000, 3000, 3000]
+    assert prefill_break_even(0.4, device) > 2**31, "never at this sparsity"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (10, 0))
-    assert break_even(0.9, device) == 3000
+    assert prefill_break_even(0.9, device) == 3000
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (8, 0))
-    assert break_even(0.9, device) == 0
+    assert prefill_break_even(0.9, device) == 0
 
 
 @pytest.fixture

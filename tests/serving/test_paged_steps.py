@@ -71,7 +71,7 @@ def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=random_partition(), **options) as sparse:
         pages = (PAGES, PAGE, HEADS, SIZE)
         caches = {layer: tuple(random(pages, pages, device=device)) for layer in range(2)}
-        state = PagedState(caches, **sparse.paged.kept(model.config, requests))
+        state = PagedState(caches, **sparse.paged.state_options(model.config, requests))
         for buckets in state.buckets.values():
             buckets.random_(random_partition().num_buckets)
         table = torch.zeros(requests, LONGEST // PAGE, dtype=torch.int32, device=device)

@@ -82,11 +82,8 @@ training data, the seed, the versions and the base model; `config.yaml` holds th
 def run_card(cards: Mapping[str, str], repository: str) -> str:
     """Returns the card of a repository with an artifact of each kind; ``cards`` are those of the artifacts, by kind.
 
-    Its front matter has the keys of theirs, such as a license that the user added, and all of their tags.
-
-    Raises
-    ------
-    UserError : the front matter of a card is no valid YAML.
+    Its front matter has the keys of theirs, such as a license that the user added, and all of their tags. Raises UserError: the
+    front matter of a card is no valid YAML.
     """
     import yaml
 
@@ -119,13 +116,11 @@ def front_matter(card: str, where: str) -> dict[str, Any]:
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
     """Returns a table of the evaluation in the folder of a run, "" if there is none of exactly these artifacts.
 
+    Raises UserError: ``results.json`` is damaged.
+
     Parameters
     ----------
     hashes : the content hashes of the artifacts, by kind. Rows of other methods than theirs and dense attention are left out.
-
-    Raises
-    ------
-    UserError : ``results.json`` is damaged.
     """
     path = folder / RESULTS
     if not os.path.exists(path):

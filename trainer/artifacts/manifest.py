@@ -93,10 +93,8 @@ class Artifact:
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
 
-    Raises
-    ------
-    UserError : the file is missing or damaged, a key is missing or has another type, or the artifact is of another kind or
-        format version.
+    Raises UserError: the file is missing or damaged, a key is missing or has another type, or the artifact is of another kind
+    or format version.
     """
     where = f"artifact {path}: {MANIFEST}"
     manifest = read_json(folder / MANIFEST, where, MAX_MANIFEST_BYTES)
@@ -138,6 +136,9 @@ def describe_tensor(tensor: Tensor) -> dict[str, Any]:
 def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
     """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
 
+    Raises UserError: it was made for a model of another shape or other RoPE parameters (the message names the first field that
+    differs), or, if ``strict``, for other weights.
+
     Parameters
     ----------
     strict : also refuse a model of the same shape with other weights, such as a quantized or fine-tuned one.
@@ -145,11 +146,6 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     Returns
     -------
     A warning if the weights differ or cannot be compared, else None.
-
-    Raises
-    ------
-    UserError : it was made for a model of another shape or other RoPE parameters (the message names the first field that
-        differs), or, if ``strict``, for other weights.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

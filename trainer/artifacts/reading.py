@@ -54,9 +54,7 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
 def read_kind(path: str | Path) -> str:
     """Returns the kind of an artifact, reading only its manifest.
 
-    Raises
-    ------
-    UserError : the manifest is missing or invalid.
+    Raises UserError: the manifest is missing or invalid.
     """
     return read_manifest(find(path), path)["kind"]
 
@@ -64,9 +62,7 @@ def read_kind(path: str | Path) -> str:
 def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> None:
     """Checks that the tensors of an artifact are float32 and have these names and ``shapes``.
 
-    Raises
-    ------
-    UserError : the message names the first tensor that differs.
+    Raises UserError, which names the first tensor that differs.
     """
     for name in sorted({*shapes, *artifact.tensors}):
         if name not in shapes:

@@ -33,14 +33,12 @@ from msattn.trainer.storage.replace import check_no_link, current_folder, replac
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
     """Checks that :func:`write` will accept ``folder``, so that a run fails at its start and not at its end.
 
+    Raises UserError: it is a symbolic link, an artifact exists there and ``overwrite`` is off, the folder holds other files, or
+    it cannot be written.
+
     Parameters
     ----------
     marker : the file whose presence identifies an artifact.
-
-    Raises
-    ------
-    UserError : it is a symbolic link, an artifact exists there and ``overwrite`` is off, the folder holds other files, or it
-        cannot be written.
     """
     check_no_link(folder)
     if os.path.exists(current_folder(folder) / marker):

@@ -118,12 +118,12 @@ def _numbers(layers: list[int]) -> str:
 def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator[Row]:
     """Yields the lengths from which sparse attention is faster on this machine."""
     from msattn.trainer import models
-    from msattn.trainer.models.break_even import break_even, decoding_break_even
+    from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
 
     device, presets = models.resolve_device("auto"), cfg.model.presets
     share = presets.probes / presets.num_buckets
     lengths = {
-        f"prompts at sparsity {SPARSITY}": break_even(SPARSITY, device),
+        f"prompts at sparsity {SPARSITY}": prefill_break_even(SPARSITY, device),
         f"new tokens with {presets.probes} of {presets.num_buckets} buckets": decoding_break_even(
             device, key_bytes, presets.recent + 1, share, 1
         ),

@@ -68,7 +68,7 @@ class SelectConfig:
     blocks, as in their paper. ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens, and
     prompts shorter than ``dense_below`` (of a batch, its longest), are dense and counted in ``stats()["dense_by_choice"]``.
     ``dense_below="auto"`` is the break-even length measured on GPUs for gates at ``sparsity``
-    (:func:`msattn.trainer.models.break_even.break_even`), and 0 on a CPU, for other scores and for policies without a sparsity;
+    (:mod:`msattn.trainer.models.break_even`), and 0 on a CPU, for other scores and for policies without a sparsity;
     ``msattn eval`` always measures sparse attention. A value out of range, or a key that the policy does not have, raises
     UserError.
     """
@@ -223,14 +223,12 @@ for _kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale):
 def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:
     """Returns the selection that a user describes.
 
+    Raises UserError: an unknown name or key, a value out of range, or a ``sparsity`` for a policy that has none.
+
     Parameters
     ----------
     select : a selection, its keys, the name of a policy, or that of a baseline's scores, of which the top blocks are read.
     sparsity : replaces the ``sparsity`` of the policy.
-
-    Raises
-    ------
-    UserError : an unknown name or key, a value out of range, or a ``sparsity`` for a policy that has none.
     """
     if isinstance(select, str):
         one_of("select", select, (*POLICIES, *BASELINES))

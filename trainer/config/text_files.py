@@ -23,11 +23,8 @@ PIECE = 2**20  # bytes that are read at once
 def text_files(key: str, path: str) -> list[Path]:
     """Returns the files of a file name, a folder (recursively) or a glob, in a fixed order.
 
-    A glob's ``**``, like a folder, does not follow symbolic links, and its wildcards do not match hidden names.
-
-    Raises
-    ------
-    UserError : there is no text file, or it is a device or a pipe; the message names ``key``.
+    A glob's ``**``, like a folder, does not follow symbolic links, and its wildcards do not match hidden names. Raises
+    UserError: there is no text file, or it is a device or a pipe; the message names ``key``.
     """
     where = f"{key}={shown(path)}"
     root = Path(os.path.expanduser(path))
@@ -68,9 +65,8 @@ def file_type(file: Path) -> str | None:
 def read_text(path: str | Path, where: str) -> str:
     """Returns the text of a file without a byte order mark and with line ends ``\\n``.
 
-    Raises
-    ------
-    UserError : the file cannot be read, is a device or a pipe, too large to be encoded, or not UTF-8; it begins with ``where``.
+    Raises UserError: the file cannot be read, is a device or a pipe, too large to be encoded, or not UTF-8; it begins with
+    ``where``.
     """
     file, most = Path(os.path.expanduser(path)), largest_text()
     with refused(where), open_bytes(file, where, most) as stream:

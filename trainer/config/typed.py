@@ -57,9 +57,7 @@ def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator
 def typed(config: Any, schema: type[Config]) -> Config:
     """Returns the values of a composed OmegaConf ``config`` as an instance of the dataclass ``schema``.
 
-    Raises
-    ------
-    UserError : an unknown key (the message names the nearest known key), a wrong type, or a value out of range.
+    Raises UserError: an unknown key (the message names the nearest known key), a wrong type, or a value out of range.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException

@@ -102,9 +102,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
 def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
     """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device.
 
-    Raises
-    ------
-    UserError : too few GPUs or too little memory, positions shorter than the chunks, or gates made for another model.
+    Raises UserError: too few GPUs or too little memory, positions shorter than the chunks, or gates made for another model.
     """
     device = models.resolve_device(cfg.device)
     _check_fsdp(cfg, device)

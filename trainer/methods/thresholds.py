@@ -184,7 +184,7 @@ def calibrate_blocks(
     _visit(teacher, chunks, add, f"calibrating the thresholds of {', '.join(scorers)}")
     found = cast(dict, reduce(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
-    fits = {name: [fit(found.get((name, layer)), always) for layer in layers] for name in scorers}
+    fits = {name: [fit_thresholds(found.get((name, layer)), always) for layer in layers] for name in scorers}
     return {name: {"floor": floor, "sparsities": list(SPARSITIES), "layers": fits[name]} for name in scorers}
 
 
@@ -208,7 +208,7 @@ def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _H
     return _Histograms(torch.stack(blocks), rows, logs)
 
 
-def fit(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | None]:
+def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | None]:
     """Returns the threshold for each of ``SPARSITIES``, as a list: a fit to those of the bands, each in logarithms.
 
     A band's threshold is the largest one that reads enough of its blocks. None stands for a sparsity at which the blocks that
@@ -365,9 +365,7 @@ def densities_of(counts: Tensor) -> list[float]:
 def key_threshold(table: dict[str, Any], share: float) -> float:
     """Returns the density from which a mean ``share`` of the keys is read, interpolated on logarithmic scales.
 
-    Raises
-    ------
-    UserError : the table does not cover ``share``.
+    Raises UserError: the table does not cover ``share``.
     """
     shares, densities = table["shares"], table["densities"]
     if not shares[0] <= share <= shares[-1]:

@@ -39,7 +39,7 @@ DECODING_COST: dict[int, DecodingCost] = {
 }
 
 
-def break_even(sparsity: float, device: torch.device) -> int:
+def prefill_break_even(sparsity: float, device: torch.device) -> int:
     """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
 
     Uses the measurement at the nearest sparsity that is not higher; without one the result is ``sys.maxsize``. Returns 0 on

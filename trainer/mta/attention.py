@@ -169,13 +169,11 @@ def convert(
 def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
     """Converts the mask that transformers passes to a layer to ``kv_start``: int32 [B], or None without padding.
 
+    Raises UserError: a mask other than the causal mask of left-padded sequences.
+
     Parameters
     ----------
     attention_mask : ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None for a plain causal mask.
-
-    Raises
-    ------
-    UserError : a mask other than the causal mask of left-padded sequences.
     """
     if attention_mask is None:
         return None

@@ -29,9 +29,7 @@ VOCAB_SIZE = ALPHABET + 2
 def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) -> Tokens:
     """Draws a problem: ``[blocks * (letters + 1) + 1 + asked + letters]`` tokens of blocks, question and answer.
 
-    Raises
-    ------
-    ValueError : a question longer than a block, or blocks of the whole alphabet, which cannot be distinguished.
+    Raises ValueError: a question longer than a block, or blocks of the whole alphabet, which cannot be distinguished.
     """
     if not 1 <= asked <= letters < ALPHABET or blocks < 1:
         raise ValueError(f"blocks={blocks}, letters={letters}, asked={asked}: expected 1 <= asked <= letters < {ALPHABET}")

@@ -33,13 +33,11 @@ class QueryWindowLayer(DynamicLayer):
     def extend(self, q: Tensor) -> Tensor:
         """Adds the queries ``q [B, Hq, N, D]``; call it before :meth:`update` with the same tokens.
 
+        Raises UserError: :meth:`crop` has removed more tokens than the kept queries allow.
+
         Returns
         -------
         Tensor [B, Hq, r + N, D] : the r preceding queries, at most ``reach``, followed by ``q``.
-
-        Raises
-        ------
-        UserError : :meth:`crop` has removed more tokens than the kept queries allow.
         """
         if self.reach == 0:
             return q
@@ -87,9 +85,7 @@ class QueryWindowLayer(DynamicLayer):
 def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer:
     """Returns the :class:`QueryWindowLayer` of ``layer``, which replaces an empty ``DynamicLayer``.
 
-    Raises
-    ------
-    UserError : the layer holds tokens whose queries are unknown, or is of another type.
+    Raises UserError: the layer holds tokens whose queries are unknown, or is of another type.
     """
     held: Any = cache.layers[layer] if layer < len(cache.layers) else DynamicLayer()
     if isinstance(held, QueryWindowLayer):

@@ -17,7 +17,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.models.break_even import break_even, decoding_break_even
+from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
 from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
@@ -153,7 +153,7 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     if select.dense_below != "auto":
         return int(select.dense_below)
     if select.scores != "oracle" and isinstance(select, SparsityConfig):  # the oracle needs dense attention anyway
-        return break_even(select.sparsity, device)
+        return prefill_break_even(select.sparsity, device)
     return 0
 
 

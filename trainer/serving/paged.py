@@ -293,11 +293,11 @@ class PagedAttention:
         owners = [manager for manager in self.managers if getattr(manager.batch_processor, "cache", None) is cache]
         if not owners:
             raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
-        state = AllocatedState(cache, **self.kept(config, owners[0].continuous_batching_config.max_requests_per_batch))
+        state = AllocatedState(cache, **self.state_options(config, owners[0].continuous_batching_config.max_requests_per_batch))
         self.create_counters(state)
         return state
 
-    def kept(self, config: Any, requests: int) -> dict[str, Any]:
+    def state_options(self, config: Any, requests: int) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
         routed = () if self.routed is None else self.routed.layers
         gate = None if self.gate is None else self.gate.cfg

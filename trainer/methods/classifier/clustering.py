@@ -79,15 +79,8 @@ def faiss_kmeans(
 ) -> Tensor:
     """Runs the spherical k-means of Faiss on ``points [H, n, D]``, one head after another.
 
-    Uses the GPU of ``points`` if the installed Faiss supports GPUs. ``advance(1)`` is called after each head.
-
-    Returns
-    -------
-    Tensor : unit centroids ``[H, C, D]``, fp32.
-
-    Raises
-    ------
-    UserError : Faiss is not installed.
+    Uses the GPU of ``points`` if the installed Faiss supports GPUs. ``advance(1)`` is called after each head. Returns unit
+    centroids ``[H, C, D]``, fp32. Raises UserError: Faiss is not installed.
     """
     faiss = require_faiss(points.device)
     _, num_points, size = points.shape
@@ -128,9 +121,7 @@ def require_faiss(device: torch.device) -> Any:
 def resolve_engine(cfg: KMeansConfig, device: torch.device) -> str:
     """Returns ``cfg.engine``, or what ``auto`` stands for: ``batched`` on CUDA and for balanced buckets, else ``faiss``.
 
-    Raises
-    ------
-    UserError : the engine is Faiss and it is not installed.
+    Raises UserError: the engine is Faiss and it is not installed.
     """
     engine = cfg.engine
     if engine == "auto":
@@ -150,16 +141,13 @@ def fit_centroids(
 ) -> tuple[Tensor, list[dict[str, float]]]:
     """Clusters ``points [H, n, D]``, ``n >= cfg.num_buckets``, on ``device``.
 
-    ``advance`` is called with the number of heads that were clustered since the previous call.
+    ``advance`` is called with the number of heads that were clustered since the previous call. Raises UserError: some points
+    are not finite, or the engine is Faiss and it is not installed.
 
     Returns
     -------
     centroids : fp32 ``[H, C, D]``, on the CPU.
     stats : :func:`partition_stats` of each head.
-
-    Raises
-    ------
-    UserError : some points are not finite, or the engine is Faiss and it is not installed.
     """
     engine = resolve_engine(cfg, device)
     points = points.to(device)

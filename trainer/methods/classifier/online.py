@@ -141,11 +141,7 @@ class OnlineBatches:
         """Returns the rows of each classifier's batch, int64 ``[H, n]``, of ``counts [Hq]`` rows of query heads.
 
         They are evenly spaced; as the rows of a query head are in random order, each is as likely as any other. A classifier
-        with fewer rows than a batch takes some of them several times.
-
-        Raises
-        ------
-        UserError : a classifier has no row.
+        with fewer rows than a batch takes some of them several times. Raises UserError: a classifier has no row.
         """
         cfg = self.source.cfg.qmodel
         count = counts.unflatten(0, (self.num_heads, -1)).sum(1)

@@ -169,9 +169,7 @@ class TargetCache:
     def compute_missing(self, model: "PreTrainedModel", ranks: PartialState) -> None:
         """Computes the targets of prompts that are not cached, divided among ``ranks``; a part's note is its time in seconds.
 
-        Raises
-        ------
-        UserError : the files do not fit on the disk.
+        Raises UserError: the files do not fit on the disk.
         """
         missing = [i for i in range(len(self.chunks)) if self.part_name(i) not in self.parts]
         ranks.wait_for_everyone()  # every rank must list the missing prompts before the first is added

@@ -277,10 +277,7 @@ class Gate(GateArtifact):
     def logits(self, x: "LayerInputs") -> Tensor:
         """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
 
-        Raises
-        ------
-        ValueError
-            If keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
+        Raises ValueError if keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
         _check_keys(x)
         return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
@@ -290,12 +287,8 @@ class Gate(GateArtifact):
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax of :meth:`logits` over the visible blocks, in one operation without gradients. ``Hg`` is the number
-        of query heads or of key/value heads, by ``gate.heads``. After cached keys ``x.pooled_keys`` stand for all keys.
-
-        Raises
-        ------
-        ValueError
-            As for :meth:`logits`, without ``x.pooled_keys``.
+        of query heads or of key/value heads, by ``gate.heads``. After cached keys ``x.pooled_keys`` stand for all keys. Raises
+        ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
         if x.pooled_keys is not None:

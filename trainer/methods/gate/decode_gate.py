@@ -73,9 +73,7 @@ class DecodeGate(BlockRouter, GateArtifact):
     def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
         """Builds untrained gates for a model's ``config``.
 
-        Raises
-        ------
-        UserError : a layer keeps the model's own attention, or computes other scores than Llama's.
+        Raises UserError: a layer keeps the model's own attention, or computes other scores than Llama's.
         """
         if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
             raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
@@ -117,10 +115,7 @@ class DecodeGate(BlockRouter, GateArtifact):
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns the projected keys of each block: fp32 ``[B, Hkv, Tc, hidden]``, fp64 for fp64.
 
-        Raises
-        ------
-        ValueError
-            If keys were cached before this pass and ``x.pooled_keys`` does not hold them.
+        Raises ValueError if keys were cached before this pass and ``x.pooled_keys`` does not hold them.
         """
         pooled = x.pooled_keys
         if pooled is None:

@@ -165,21 +165,21 @@ class AllocatedState(PagedState):
     Parameters
     ----------
     cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
-    **kept : the other parameters of :class:`PagedState`.
+    **options : the other parameters of :class:`PagedState`.
 
     Attributes
     ----------
     free_page : a page that no sequence owns, which padded tokens write.
     """
 
-    def __init__(self, cache: Any, **kept: Any) -> None:
+    def __init__(self, cache: Any, **options: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
         self.allocator = allocator
         self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
         self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
         self.free_page = allocator.write_trash_index // self.slots_of_page
         caches = {layer: self._views(layer) for layer in allocator.layer_indices}
-        super().__init__(caches, **kept)
+        super().__init__(caches, **options)
         self._copy = allocator.copy_blocks
         allocator.copy_blocks = self._copy_blocks
 

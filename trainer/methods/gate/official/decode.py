@@ -39,7 +39,7 @@ Q_POOLINGS = ("Qproj", "Qavgproj", "Qavg")
 
 
 @dataclass(frozen=True)
-class Keys:
+class OfficialConfig:
     """The keys of ``config.json`` that describe decode gates, with the authors' defaults."""
 
     base_model: str
@@ -65,9 +65,9 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[DecodeGate, dic
     ------
     UserError : the files are damaged, or the gates compute something else than ours.
     """
-    keys, cfg = _read_keys(files)
+    official, cfg = _read_config(files)
     gate = DecodeGate.build(config, cfg)
-    hidden, pooling = keys.seerattn_gate_hidden_size, keys.seerattn_q_head_pooling_type
+    hidden, pooling = official.seerattn_gate_hidden_size, official.seerattn_q_head_pooling_type
     if pooling == "Qavg" and hidden != gate.shape.head_dim:
         raise UserError(
             f"{files.name}: seerattn_gate_hidden_size={hidden}: with Qavg it is the head size, {gate.shape.head_dim}"
@@ -82,41 +82,41 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[DecodeGate, dic
         shapes |= {"attngate_qnorm": (hidden,), "attngate_knorm": (hidden,)}
     for layer, weights in zip(gate.gates, read_weights(files, len(gate.layers), shapes), strict=True):
         _fill(cast(AttnGate, layer), weights, factor, group)
-    return gate, gate.details() | {"serving": asdict(_serving(keys, gate, files))}, keys.base_model
+    return gate, gate.details() | {"serving": asdict(_serving(official, gate, files))}, official.base_model
 
 
-def _read_keys(files: ModelFiles) -> tuple[Keys, GateConfig]:
+def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
     """Returns the keys of the gates in ``config.json``, checked, and what they are as a configuration of ours."""
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
-    keys = checked(files.config(), Keys, where)
-    q_pooling, k_pooling = keys.seerattn_q_head_pooling_type, K_POOLING.fullmatch(keys.seerattn_k_seq_pooling_type)
+    official = checked(files.config(), OfficialConfig, where)
+    q_pooling, k_pooling = official.seerattn_q_head_pooling_type, K_POOLING.fullmatch(official.seerattn_k_seq_pooling_type)
     if q_pooling not in Q_POOLINGS:
         raise UserError(f"{where}: seerattn_q_head_pooling_type={q_pooling:.60}: accepted are {', '.join(Q_POOLINGS)}")
     if k_pooling is None:
-        named = f"seerattn_k_seq_pooling_type={keys.seerattn_k_seq_pooling_type:.60}"
+        named = f"seerattn_k_seq_pooling_type={official.seerattn_k_seq_pooling_type:.60}"
         raise UserError(f"{where}: {named}: accepted are poolings, as Kmaxminavg")
     try:
         cfg = GateConfig(
             phase="decode",
-            block_size=keys.seerattn_gate_block_size,
+            block_size=official.seerattn_gate_block_size,
             k_pool=POOLING.findall(k_pooling[1]),
-            hidden=keys.seerattn_gate_hidden_size,
-            rope=keys.seerattn_use_rope,
-            qk_norm=keys.seerattn_use_qk_norm,
+            hidden=official.seerattn_gate_hidden_size,
+            rope=official.seerattn_use_rope,
+            qk_norm=official.seerattn_use_qk_norm,
             loss="kl",
         )
     except UserError as error:
         raise UserError(f"{where}: the gates differ from ours: {error}") from error
-    return keys, cfg
+    return official, cfg
 
 
-def _serving(keys: Keys, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
+def _serving(official: OfficialConfig, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
     """Returns how the gates are served there: a budget of tokens, besides the last block, in the layers from one on."""
-    dense = keys.seerattn_start_layer
+    dense = official.seerattn_start_layer
     if dense >= len(gate.layers):
         raise UserError(f"{files.name}: config.json: seerattn_start_layer={dense}: the model has {len(gate.layers)} layers")
-    probes = max(keys.seerattn_token_budget // gate.block_size, 1)
+    probes = max(official.seerattn_token_budget // gate.block_size, 1)
     return DecodeDefaults(min(probes, gate.num_buckets), gate.block_size, dense_layers=list(range(dense)))
 
 

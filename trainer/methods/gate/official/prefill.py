@@ -33,7 +33,7 @@ GATE_TYPE = re.compile(r"Q((?:max|min|avg)+)_K((?:max|min|avg)+)")
 
 
 @dataclass(frozen=True)
-class Keys:
+class OfficialConfig:
     """The keys of ``config.json`` that describe prefill gates."""
 
     base_model: str
@@ -50,12 +50,12 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str,
     ------
     UserError : the files are damaged, or the gates compute something else than ours.
     """
-    keys, cfg = _read_keys(files)
+    official, cfg = _read_config(files)
     gate = Gate.build(config, cfg)
-    factor = rotation_factor(files, config, keys.seerattn_gate_hidden_size)
+    factor = rotation_factor(files, config, official.seerattn_gate_hidden_size)
     shape = gate.shape
-    size, hidden = shape.head_dim, keys.seerattn_gate_hidden_size
-    double = len(cfg.q_pool) > 1 or hidden != size or keys.seerattn_gate_force_double
+    size, hidden = shape.head_dim, official.seerattn_gate_hidden_size
+    double = len(cfg.q_pool) > 1 or hidden != size or official.seerattn_gate_force_double
     shapes = {"mask_linear_k": (shape.num_kv_heads if double else shape.num_heads, len(cfg.k_pool) * size, hidden)}
     if double:
         shapes["mask_linear_q"] = (shape.num_heads, len(cfg.q_pool) * size, hidden)
@@ -63,28 +63,30 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str,
     for number in gate.layer_numbers:
         _fill(cast(AttnGate, gate.layers[number]), layers[number], factor)
     gate.always = AlwaysRead(0, 0)  # the authors read the row's own block and the best ones alone
-    return gate, gate.details(), keys.base_model
+    return gate, gate.details(), official.base_model
 
 
-def _read_keys(files: ModelFiles) -> tuple[Keys, GateConfig]:
+def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
     """Returns the keys of the gates in ``config.json``, checked, and what they are as a configuration of ours."""
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
-    keys = checked(files.config(), Keys, where)
-    pools = GATE_TYPE.fullmatch(keys.seerattn_gate_type)
+    official = checked(files.config(), OfficialConfig, where)
+    pools = GATE_TYPE.fullmatch(official.seerattn_gate_type)
     if pools is None:
-        raise UserError(f"{where}: seerattn_gate_type={keys.seerattn_gate_type:.60}: accepted are poolings, as Qavg_Kmaxminavg")
+        raise UserError(
+            f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: accepted are poolings, as Qavg_Kmaxminavg"
+        )
     q_pool, k_pool = (POOLING.findall(text) for text in pools.groups())
     try:
         cfg = GateConfig(
-            block_size=keys.seerattn_gate_block_size,
+            block_size=official.seerattn_gate_block_size,
             q_pool=q_pool,
             k_pool=k_pool,
-            hidden=keys.seerattn_gate_hidden_size,
+            hidden=official.seerattn_gate_hidden_size,
         )
     except UserError as error:
         raise UserError(f"{where}: the gates differ from ours: {error}") from error
-    return keys, cfg
+    return official, cfg
 
 
 @torch.no_grad()

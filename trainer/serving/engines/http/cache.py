@@ -35,7 +35,7 @@ def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
     return cfg.max_length or positions
 
 
-def batching_config(
+def paged_cache_config(
     model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None", *, seed: int
 ) -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.

@@ -13,7 +13,7 @@ from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.http.answers import ApiError
-from msattn.trainer.serving.engines.http.cache import batching_config, longest_request, pages_of, too_small
+from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
 
 if TYPE_CHECKING:
     from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -139,7 +139,7 @@ class Engine:
         self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
         # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
         sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
-        config = batching_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
+        config = paged_cache_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
         with _served():
             return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
 

@@ -169,7 +169,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             layers = self.vllm_config.compilation_config.static_forward_context
             caches = {extract_layer_index(name): _views(layers[name].kv_cache) for name in self.layer_names}
             requests = self.vllm_config.scheduler_config.max_num_seqs
-            self._state = PagedState(caches, **self.sparse.paged.kept(self.config, requests))
+            self._state = PagedState(caches, **self.sparse.paged.state_options(self.config, requests))
             self.sparse.paged.create_counters(self._state)
         return self._state
 
