@@ -61,7 +61,7 @@ def _sparse_at_every_length(request: pytest.FixtureRequest, monkeypatch: pytest.
     if "break_even" not in request.keywords:
         from msattn.trainer.serving import build
 
-        monkeypatch.setattr(build, "break_even", lambda sparsity, device: 0)
+        monkeypatch.setattr(build, "prefill_break_even", lambda sparsity, device: 0)
         monkeypatch.setattr(build, "decoding_break_even", lambda *arguments: 0)
 
 
@@ -136,8 +136,6 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from hydra.plugins.sweeper import Sweeper
     from omegaconf import OmegaConf
 
-    from msattn.trainer.methods.gate.maps import BlockMaps
-
     parsed: dict[str, Any] = {}
     load = OmegaConf.load
 
@@ -149,7 +147,7 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(OmegaConf, "load", load_once)
     monkeypatch.setattr(Sweeper, "validate_batch_is_legal", lambda *_: None)
-    monkeypatch.setattr(BlockMaps, "save", lambda *_: None)
+    monkeypatch.setattr("msattn.trainer.methods.gate.train.save_maps", lambda *_: None)
     monkeypatch.setattr(gc, "collect", lambda *_: 0)
     gc.disable()
     yield

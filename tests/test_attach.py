@@ -196,7 +196,8 @@ def test_short_prompts_are_dense_by_choice(model: Any) -> None:
 
 def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sparsities: list[float] = []
-    monkeypatch.setattr("msattn.trainer.serving.build.break_even", lambda sparsity, device: sparsities.append(sparsity) or 4096)
+    measured = "msattn.trainer.serving.build.prefill_break_even"
+    monkeypatch.setattr(measured, lambda sparsity, device: sparsities.append(sparsity) or 4096)
     gate = gate_for(model)
 
     def dense_below(**options: Any) -> int:

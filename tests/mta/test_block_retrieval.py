@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.trainer.config import MtaConfig
+from msattn.trainer.config.train import MtaConfig
 from msattn.trainer.mta import block_retrieval
 from msattn.trainer.mta.attention import MultiTokenAttention
 

@@ -5,7 +5,6 @@ e.g. sizes that depend on the model (``${model.presets.recent}``), and :func:`ty
 """
 # ruff: noqa: F401 (names for import from here)
 
-from msattn.trainer.config.bench import PEERS, BenchConfig
 from msattn.trainer.config.commands import (
     AnswerConfig,
     ArtifactsConfig,
@@ -20,7 +19,6 @@ from msattn.trainer.config.commands import (
     ReadOptions,
     RunConfig,
     ServeConfig,
-    ServerLimits,
     TrainGateConfig,
     TrainMtaConfig,
     TrainQModelConfig,
@@ -37,7 +35,6 @@ from msattn.trainer.config.evaluate import (
     LatencyConfig,
     NeedleConfig,
     PerplexityConfig,
-    PromptsConfig,
     RecallConfig,
     RulerConfig,
     ThroughputConfig,
@@ -56,10 +53,9 @@ from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
     KMeansConfig,
-    MtaConfig,
     QModelConfig,
     TrackerConfig,
     TrainConfig,
 )
 from msattn.trainer.config.typed import defaults, known_keys, leaves, typed
-from msattn.trainer.config.values import DTYPES, nearest
+from msattn.trainer.config.values import nearest

@@ -170,6 +170,10 @@ class KMeansConfig:
         fits = self.engine != "faiss" or self.balance is None
         require(fits, "kmeans.balance", self.balance, "accepted is null with kmeans.engine=faiss; batched balances buckets")
 
+    def num_sampled(self, num_keys: int) -> int:
+        """Returns how many of the ``num_keys`` keys of each head are clustered."""
+        return num_keys if self.points_per_bucket is None else min(num_keys, self.points_per_bucket * self.num_buckets)
+
 
 @schema("qmodel.")
 class QModelConfig:

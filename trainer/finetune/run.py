@@ -83,8 +83,11 @@ def finetune(cfg: FinetuneConfig) -> Path:
         if gate is not None and gate.artifact is not None:
             tracker.use_artifact(gate.artifact)
         with tuner.attached(), sdpa_kernel(SDPA_PRIORITY, set_priority=True):
-            items, settings = _training_items(cfg, chunks, loaded.tokenizer), _settings(cfg, loaded, chunks, gate)
-            result = _fit(cfg, tuner, items, heldout, work, tracker, settings)
+            items: Dataset[dict[str, Tensor]] = chunks
+            if cfg.tasks > 0:
+                length = cfg.train.steps * cfg.train.batch_size
+                items = RetrievalMixture(chunks, loaded.tokenizer, share=cfg.tasks, length=length, seed=cfg.seed)
+            result = _fit(cfg, tuner, items, heldout, work, tracker, _settings(cfg, loaded, chunks, gate))
         metrics = without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
         tracker.summary(metrics)
         facts = {"from": loaded.fingerprint, "config": config, "data": chunks.fingerprint, "metrics": metrics}
@@ -117,14 +120,6 @@ def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
         artifacts.check_model(gate.artifact.manifest, loaded.fingerprint)
         gate.to(device).requires_grad_(True)
     return loaded
-
-
-def _training_items(cfg: FinetuneConfig, chunks: data.Chunks, tokenizer: Any) -> Dataset[dict[str, Tensor]]:
-    """Returns the dataset: ``chunks``, of which a share is replaced by retrieval tasks if ``tasks`` is not 0."""
-    if cfg.tasks == 0:
-        return chunks
-    length = cfg.train.steps * cfg.train.batch_size
-    return RetrievalMixture(chunks, tokenizer, share=cfg.tasks, length=length, seed=cfg.seed)
 
 
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from msattn.trainer.config import MtaConfig
+from msattn.trainer.config.train import MtaConfig
 from msattn.trainer.data.tasks.sequences import Tokens
 from msattn.trainer.mta.attention import convert
 

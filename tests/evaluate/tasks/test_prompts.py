@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from msattn.trainer import models
-from msattn.trainer.config import PromptsConfig
+from msattn.trainer.config.evaluate import PromptsConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate

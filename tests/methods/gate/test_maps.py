@@ -5,6 +5,7 @@ import torch
 
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import MAX_SIDE, BlockMaps, evenly_spaced
+from msattn.trainer.training.pictures import save_maps
 
 BLOCK = 16
 
@@ -34,7 +35,7 @@ def test_stored_maps_are_those_of_the_head_without_invisible_blocks(tmp_path):
         assert each[unseen].isnan().all()
         assert torch.equal(each[~unseen], expected[~unseen])
     picture = tmp_path / "maps" / "step.png"
-    maps.save(picture, ("attention", "gate", "read"))
+    save_maps(picture, maps.maps, ("attention", "gate", "read"))
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 

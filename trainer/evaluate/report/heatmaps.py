@@ -108,7 +108,7 @@ def recall_maps(rows: list[EvalRow]) -> "Figure | None":
         return None
     import torch
 
-    from msattn.trainer.methods.gate.maps import draw_maps
+    from msattn.trainer.training.pictures import draw_maps
 
     maps = {}
     for each in data["heads"]:

@@ -57,13 +57,8 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 
     ranks = distributed.init_process_state(device)
     check_num_keys(cfg, loaded.model, len(chunks), ranks.num_processes)
-    settings = {
-        "kmeans": kmeans_settings,
-        "data": chunks.fingerprint,
-        "model": loaded.fingerprint,
-        "dtype": str(loaded.model.dtype),
-        "seed": cfg.seed,
-    }
+    settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "model": loaded.fingerprint}
+    settings |= {"dtype": str(loaded.model.dtype), "seed": cfg.seed}
     with ranks.main_process_first():  # it removes parts that were made with other settings
         parts = FinishedParts(folder.parent / "runs" / "kmeans" / "layers", settings, resume=cfg.resume)
     ranks.wait_for_everyone()
@@ -79,7 +74,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
     """Raises UserError if there are fewer keys than buckets, or if the keys of one rank do not fit into memory."""
     config, num_buckets = model.config, cfg.kmeans.num_buckets
-    num_keys = num_sampled(cfg, num_chunks * (cfg.data.seq_len - 1))
+    num_keys = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
     if num_buckets > num_keys:
         raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most {num_keys}, the number of keys")
     heads = -(-len(models.served_layers(config)) // processes) * models.num_kv_heads(config)
@@ -92,12 +87,6 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
         )
 
 
-def num_sampled(cfg: FitKMeansConfig, num_keys: int) -> int:
-    """Returns how many of the ``num_keys`` keys of each head are clustered."""
-    points = cfg.kmeans.points_per_bucket
-    return num_keys if points is None else min(num_keys, points * cfg.kmeans.num_buckets)
-
-
 def sampled_positions(cfg: FitKMeansConfig, num_chunks: int) -> list[Tensor]:
     """Returns the positions of each chunk whose keys are clustered, int64 and ascending, the same for all heads and layers.
 
@@ -107,7 +96,7 @@ def sampled_positions(cfg: FitKMeansConfig, num_chunks: int) -> list[Tensor]:
     length = cfg.data.seq_len - 1
     num_keys = num_chunks * length
     generator = np.random.default_rng(cfg.seed)
-    chosen = np.sort(generator.choice(num_keys, num_sampled(cfg, num_keys), replace=False, shuffle=False))
+    chosen = np.sort(generator.choice(num_keys, cfg.kmeans.num_sampled(num_keys), replace=False, shuffle=False))
     ends = np.searchsorted(chosen, length * np.arange(1, num_chunks))
     return [torch.from_numpy(part - i * length + 1) for i, part in enumerate(np.split(chosen, ends))]
 

@@ -111,21 +111,11 @@ class AttnGate(nn.Module):
         return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
 
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
-        """Computes block scores before masking and softmax.
+        """Computes block scores before masking and softmax: fp32 ``[B, Hg, Tr, Tc]``, for ``Hg`` gate heads.
 
-        Parameters
-        ----------
-        q_nope : ``[B, Hq, N, D]`` before RoPE (after a q/k norm).
-        k_nope : ``[B, Hkv, M, D]``; queries are the last ``N`` of ``M`` positions.
-        inv_freq : fp32 ``[hidden / 2]``, inverse frequencies of the model's RoPE base at the gate's width, 0 for channels that
-            do not rotate; None in a layer without RoPE.
-        kv_start : int32 ``[B]``, left padding.
-
-        Returns
-        -------
-        Tensor
-            fp32 ``[B, Hg, Tr, Tc]``, where ``Hg`` is the number of gate heads: of query heads or, with ``heads="kv"``, of
-            key/value heads.
+        Queries ``q_nope [B, Hq, N, D]`` are the last ``N`` of the positions of ``k_nope [B, Hkv, M, D]``; both are before RoPE
+        and after a q/k norm. ``inv_freq`` are those of the gate, None in a layer without RoPE; ``kv_start`` int32 ``[B]`` is
+        the left padding.
         """
         with torch.no_grad():
             pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)

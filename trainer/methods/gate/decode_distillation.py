@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import Candidates, normalize_rows
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, LayerLoss, Recalls, gate_loss
+from msattn.trainer.methods.gate.distillation import GateDistiller, LayerLoss, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -74,12 +73,9 @@ def decode_gate_recall(
         true = normalize_rows(largest_in_blocks(x, positions, size, sink=cfg.sink))
         scores = block_softmax(gate.logits(x, positions), visible)
         mass = mass_of_blocks(x, positions, size).unflatten(1, (true.shape[1], -1))  # [B, Hkv, group, n, Tc]
-        for name, ranked in (("gate", scores), ("oracle", true)):
-            for sparsity in RECALL_SPARSITIES:
-                mask = TopK(sparsity=sparsity)(ranked, candidates)
-                recalls.add(name, sparsity, x.layer, (mass * mask[:, :, None]).sum(-1).mean())
-                if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
-                    maps.add(x.layer, visible, true, scores, mask)
+        recalls.add_each(
+            {"gate": scores, "oracle": true}, candidates, x.layer, lambda mask: (mass * mask[:, :, None]).sum(-1).mean(), maps
+        )
         return dense_attention(x)
 
     with tap(teacher, dense_attention_with_recall):

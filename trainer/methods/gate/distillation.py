@@ -6,7 +6,7 @@ hardly more memory than inference, and ``loss.backward()`` works as in any other
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
 from msattn.trainer.config.select import TopK
-from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
+from msattn.trainer.methods.blocks import Candidates, candidate_blocks, normalize_rows, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.selection import Selection, selected_attention
-from msattn.trainer.methods.untrained.oracle import Oracle
+from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.layer_attention import attention_recall, block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
@@ -151,6 +150,25 @@ class Recalls:
         self._found[f"recall/{name}@{sparsity}"].append(recall)
         self._found[f"recall/{name}@{sparsity}/layer {layer}"].append(recall)
 
+    def add_each(
+        self,
+        scores: Mapping[str, Tensor],
+        candidates: Candidates,
+        layer: int,
+        recall: Callable[[Tensor], Tensor],
+        maps: BlockMaps | None,
+    ) -> None:
+        """Adds the recalls of a layer under top-k selection by the ``scores`` ``gate`` and ``oracle``, at each sparsity.
+
+        ``recall`` maps a block mask to its recall. ``maps`` collects the blocks that the gate reads at the largest sparsity.
+        """
+        for name, ranked in scores.items():
+            for sparsity in RECALL_SPARSITIES:
+                mask = TopK(sparsity=sparsity)(ranked, candidates)
+                self.add(name, sparsity, layer, recall(mask))
+                if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
+                    maps.add(layer, candidates.visible, scores["oracle"], ranked, mask)
+
     def means(self) -> dict[str, float]:
         """Returns the means over the chunks of all ranks; each rank must call it."""
         merged: dict[str, list[float]] = defaultdict(list)
@@ -182,15 +200,13 @@ def gate_recall(
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
         dense = block_map(x, size)
-        true, scores = normalize_rows(dense.pooled), gate.scores(x)
-        for name, ranked in (("gate", scores), ("oracle", true)):
-            for sparsity in RECALL_SPARSITIES:
-                mask = Selection(TopK(sparsity=sparsity), Oracle(size), gate.always).choose(ranked, x)
-                recall = attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
-                recalls.add(name, sparsity, x.layer, recall)
-                if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
-                    visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-                    maps.add(x.layer, visible, true, scores, mask)
+        candidates = candidate_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device, gate.always)
+
+        def recall(mask: Tensor) -> Tensor:
+            return attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
+
+        scores = {"gate": gate.scores(x), "oracle": normalize_rows(dense.pooled)}
+        recalls.add_each(scores, candidates, x.layer, recall, maps)
         return dense.out
 
     with tap(teacher, dense_attention_with_recall):

@@ -1,22 +1,12 @@
-"""Pictures of block maps for the tracker and the report: true block map, gate scores, and the blocks read."""
+"""Block maps of a few heads, for pictures in the tracker and the report: true map, gate scores, and the blocks read."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.storage.replace import replace_file
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 MAX_SIDE = 256  # pixels; larger maps are max-pooled to this size
-SMALLEST_SHARE = 1e-4  # share of a row; smaller shares have the same colour
-DPI = 120
-INVISIBLE = "#E3E3E3"
 
 
 def evenly_spaced(count: int, limit: int) -> list[int]:
@@ -64,41 +54,6 @@ class BlockMaps:
         for head in evenly_spaced(self.num_heads, self.heads):
             head_maps = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
             self.maps[layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
-
-    def save(self, path: Path, titles: tuple[str, str, str]) -> None:
-        """Writes :func:`draw_maps` as a PNG file."""
-        figure = draw_maps(self.maps, titles)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path) as temporary:
-            figure.savefig(temporary, dpi=DPI, format="png")
-
-
-def draw_maps(maps: dict[tuple[int, int], list[Tensor]], titles: tuple[str, str, str]) -> "Figure":
-    """Returns a figure with a row of pictures for each layer and head, under the column ``titles``."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(maps)), layout="compressed")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(len(maps), 3, squeeze=False)
-    image = None
-    for axes, ((layer, head), pictures) in zip(grid, maps.items(), strict=True):
-        for each, blocks in zip(axes, pictures, strict=True):
-            each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
-            image = each.imshow(
-                blocks.clamp(min=SMALLEST_SHARE),
-                norm=LogNorm(SMALLEST_SHARE, 1),
-                cmap="viridis",
-                aspect="equal",
-                interpolation="nearest",
-            )
-        axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
-    for each, title in zip(grid[0], titles, strict=True):
-        each.set_title(title, fontsize=9)
-    if image is not None:
-        figure.colorbar(image, ax=grid, label="share of the row", shrink=0.5)
-    return figure
 
 
 def _thumbnail(blocks: Tensor, limit: int) -> Tensor:

@@ -21,12 +21,17 @@ from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_bloc
 from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
+from msattn.trainer.training.pictures import save_maps
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HELDOUT_CHUNKS = 2
+PHASES: dict[str, Any] = {  # the gates, their training and their measurement
+    "prefill": (Gate, GateDistiller, gate_recall),
+    "decode": (DecodeGate, DecodeGateDistiller, decode_gate_recall),
+}
 MAP_TITLES = ("true block map", "gate scores", f"blocks read at {RECALL_SPARSITIES[-1]:.0%} sparsity")
 
 
@@ -52,7 +57,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     models.check_length(loaded.model.config, cfg.data.seq_len)
     chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
-    gate = {"prefill": Gate, "decode": DecodeGate}[cfg.gate.phase].build(loaded.model.config, cfg.gate).to(loaded.model.device)
+    gate = PHASES[cfg.gate.phase][0].build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = folder.parent / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
@@ -72,8 +77,7 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
     items = rank_shard(chunks, CALIBRATION_CHUNKS)
     if isinstance(gate, Gate):
         return gate_thresholds(gate, loaded.model, items)
-    served = serving(cfg.model.presets, gate.num_buckets)
-    window = {name: served[name] for name in ("recent", "sink", "dense_layers")}
+    window = {name: value for name, value in serving(cfg.model.presets, gate.num_buckets).items() if name != "probes"}
     return calibrate_keys(gate, loaded.model, items, **window)
 
 
@@ -95,7 +99,7 @@ def _train(
     evaluate = partial(_evaluate, gate, loaded, heldout, work / "maps", tracker)
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     settings = flatten_settings(gate=asdict(cfg.gate), model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
-    distiller = GateDistiller if isinstance(gate, Gate) else DecodeGateDistiller
+    _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
         distiller(gate, loaded.model),
         chunks,
@@ -120,17 +124,13 @@ def _evaluate(
     gate: Gate | DecodeGate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker
 ) -> dict[str, float]:
     """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
-    layers = gate.layer_numbers if isinstance(gate, Gate) else gate.layers
-    maps = BlockMaps(layers, models.num_heads(loaded.model.config))
-    items = rank_shard(heldout, len(heldout))
-    if isinstance(gate, Gate):
-        recalls = gate_recall(gate, loaded.model, items, maps)
-    else:
-        recalls = decode_gate_recall(gate, loaded.model, items, maps)
+    maps = BlockMaps(models.served_layers(loaded.model.config), models.num_heads(loaded.model.config))
+    *_, recall = PHASES[gate.phase]
+    recalls = recall(gate, loaded.model, rank_shard(heldout, len(heldout)), maps)
     if PartialState().is_main_process:
         picture = folder / f"step-{tracker.step:06d}.png"
         try:
-            maps.save(picture, MAP_TITLES)
+            save_maps(picture, maps.maps, MAP_TITLES)
             tracker.image("block maps", picture, tracker.step)
         except OSError as error:  # training continues without a picture
             print_once(f"warning: {picture}: {error.strerror}; the picture is left out")

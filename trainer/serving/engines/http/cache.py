@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msattn.trainer.config import ServerLimits
+from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
