@@ -231,9 +231,7 @@ def _check_memory(cfg: FinetuneConfig, model: "PreTrainedModel", device: torch.d
 def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> dict[str, Tensor]:
     """Gathers the weights and buffers of ``module`` on the CPU from all ranks; every rank must call it.
 
-    Parameters
-    ----------
-    keep : True returns them on this rank; otherwise the result is empty.
+    ``keep``: True returns them on this rank; otherwise the result is empty.
     """
     weights = {}
     for name, tensor in module.state_dict().items():

@@ -53,11 +53,8 @@ def split_fullest(sums: Tensor, counts: Tensor, centroids: Tensor, capacity: flo
 
     There are as many splits as empty buckets, or as buckets with more than ``capacity`` points, whichever is more. The points
     of a bucket that is replaced go to their next nearest centroid, as in ISODATA (Ball & Hall 1965). Empty buckets keep their
-    ``centroids`` if there are more of them than full ones.
-
-    Parameters
-    ----------
-    sums, counts : ``[H, C, D]`` and ``[H, C]``, sum and number of the points of each bucket.
+    ``centroids`` if there are more of them than full ones. ``sums`` and ``counts``: ``[H, C, D]`` and ``[H, C]``, sum and
+    number of the points of each bucket.
     """
     empty = counts == 0
     means = torch.where(empty[..., None], centroids, sums / counts.clamp(min=1)[..., None])

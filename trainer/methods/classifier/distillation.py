@@ -101,9 +101,7 @@ def cross_entropy(targets: Tensor, logits: Tensor) -> Tensor:
 def routing_recall(qmodel: QModel, data: QueryTargets, probes: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
     """Measures the divergence and the mean attention mass in the visited buckets, by layer.
 
-    Parameters
-    ----------
-    probes : numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`.
+    ``probes``: numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`.
 
     Returns
     -------

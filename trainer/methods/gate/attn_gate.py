@@ -44,11 +44,8 @@ def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | 
 
     Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
     model. The weights are scaled so that products scaled by ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not
-    ``head_dim``.
-
-    Parameters
-    ----------
-    channels : int64 ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and ``j + head_dim / 2``.
+    ``head_dim``. ``channels``: int64 ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and
+    ``j + head_dim / 2``.
     """
     channels = torch.arange(head_dim).view(2, -1).T if channels is None else channels
     source = channels[torch.arange(hidden // 2) * head_dim // hidden].T.flatten()

@@ -104,10 +104,7 @@ class DecodeGate(BlockRouter, GateArtifact):
     def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
         """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.
 
-        Returns
-        -------
-        Tensor
-            fp32 ``[B, Hkv, n, Tc]``, not masked.
+        Returns fp32 ``[B, Hkv, n, Tc]``, not masked.
         """
         queries = self._project_queries(x.layer, x.q_nope[:, :, positions], positions[None])
         return queries @ self.summarize(x).mT

@@ -37,10 +37,7 @@ def largest_in_blocks(x: "LayerInputs", positions: Tensor, block_size: int, *, s
     """Returns the largest attention probability in each block, over its keys and the query group: fp32 ``[B, Hkv, n, Tc]``.
 
     Probabilities are those of the full row. The first ``sink`` keys and the last ``recent`` ones of a query do not count.
-
-    Parameters
-    ----------
-    positions : int64 ``[n]``, positions of the queries in the prompt.
+    ``positions``: int64 ``[n]``, positions of the queries in the prompt.
     """
     keys = torch.arange(x.num_keys, device=x.q.device)
     found = []
