@@ -72,22 +72,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact that was read from disk.
+    """An artifact that was read from disk."""
 
-    Attributes
-    ----------
-    kind : one of ``KINDS``.
-    tensors : weights by name, on the CPU.
-    config : resolved configuration of the run that wrote it.
-    manifest : content of ``manifest.json``.
-    path : local folder.
-    """
-
-    kind: str
-    tensors: dict[str, Tensor]
-    config: dict[str, Any]
-    manifest: dict[str, Any]
-    path: Path
+    kind: str  # one of KINDS
+    tensors: dict[str, Tensor]  # weights by name, on the CPU
+    config: dict[str, Any]  # resolved configuration of the run that wrote it
+    manifest: dict[str, Any]  # content of manifest.json
+    path: Path  # local folder
 
 
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:

@@ -35,18 +35,11 @@ LOGIT_BYTES = 2**30  # fp32 logits in memory at once: all of 32k tokens with a v
 
 
 class GateTargets(NamedTuple):
-    """Result of a layer's gate for a batch: the blocks to read, and the gate's loss against the block map.
+    """Result of a layer's gate for a batch: the blocks to read, and the gate's loss against the block map, detached."""
 
-    Attributes
-    ----------
-    selected : ``[B, Hg, Tr, Tc]``, the blocks to read: a bool mask, or uint8 zooms.
-    loss : scalar, detached.
-    gradients : gradients of the loss, one for each of the gate's parameters.
-    """
-
-    selected: Tensor
+    selected: Tensor  # [B, Hg, Tr, Tc], a bool mask, or uint8 zooms
     loss: Tensor
-    gradients: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]  # of the loss, one for each of the gate's parameters
 
 
 class FineTuner(nn.Module):

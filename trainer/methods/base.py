@@ -22,28 +22,16 @@ VARIANT_STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A method as results, tables and figures name it; ``str`` of it is its name in results.
-
-    Attributes
-    ----------
-    name : in results.
-    title : in tables and figures; None: the name.
-    trained : something was trained for it.
-    servable : False if it needs dense attention, or is no way to serve.
-    style : keyword arguments of ``Axes.plot``.
-    other_color : of a second artifact of the same kind.
-    source : where a second artifact of the same kind comes from.
-    variants : differences from the way in which the method is served.
-    """
+    """A method as results, tables and figures name it; ``str`` of it is its name in results."""
 
     name: str
-    title: str | None = field(default=None, compare=False)
-    trained: bool = field(default=False, compare=False)
-    servable: bool = field(default=True, compare=False)
-    style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    other_color: str | None = field(default=None, compare=False, repr=False)
-    source: str = ""
-    variants: tuple[str, ...] = ()
+    title: str | None = field(default=None, compare=False)  # in tables and figures; None: the name
+    trained: bool = field(default=False, compare=False)  # something was trained for it
+    servable: bool = field(default=True, compare=False)  # False if it needs dense attention, or is no way to serve
+    style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # keyword arguments of Axes.plot
+    other_color: str | None = field(default=None, compare=False, repr=False)  # of a second artifact of the same kind
+    source: str = ""  # where a second artifact of the same kind comes from
+    variants: tuple[str, ...] = ()  # differences from the way in which the method is served
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Method":
@@ -110,13 +98,9 @@ class Scorer(Protocol):
 
 
 class TrainedScorer(Protocol):
-    """Interface of a gate, as far as a selection needs it.
+    """Interface of a gate, as far as a selection needs it: its block scores, and what its artifact records.
 
-    Attributes
-    ----------
-    scorer : its block scores.
-    always : blocks that every row reads in addition, as its artifact records.
-    thresholds : result of :func:`msattn.trainer.methods.thresholds.calibrate_blocks`, None without any.
+    That is the blocks that every row reads in addition, and thresholds of ``calibrate_blocks``, None without any.
     """
 
     @property

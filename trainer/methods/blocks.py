@@ -93,20 +93,12 @@ class Candidates:
 
 
 class AlwaysRead(NamedTuple):
-    """Visible blocks that every row reads in addition to its diagonal ones.
+    """Numbers of the visible blocks that every row reads in addition to its diagonal ones."""
 
-    Attributes
-    ----------
-    sink_blocks : number of leading blocks. Pretrained models put much of their attention on the first tokens.
-    local_blocks : number of blocks before the diagonal ones.
-    dense_queries : number of last queries whose rows read every block.
-    short_rows : number of visible blocks up to which a row reads all of them.
-    """
-
-    sink_blocks: int = 1
-    local_blocks: int = 1
-    dense_queries: int = 0
-    short_rows: int = 0
+    sink_blocks: int = 1  # leading blocks: pretrained models put much of their attention on the first tokens
+    local_blocks: int = 1  # blocks before the diagonal ones
+    dense_queries: int = 0  # last queries whose rows read every block
+    short_rows: int = 0  # visible blocks up to which a row reads all of them
 
 
 SINK_AND_LOCAL = AlwaysRead()

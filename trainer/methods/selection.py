@@ -45,6 +45,10 @@ class Selection:
     scorer: Scorer
     always: AlwaysRead = SINK_AND_LOCAL
 
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, Calibrated):
+            raise UserError("select.policy=calibrated: Selection.from_config makes a policy for each layer from its thresholds")
+
     @property
     def block_size(self) -> int:
         """Number of tokens in a block of the scorer."""

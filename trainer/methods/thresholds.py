@@ -123,16 +123,13 @@ class FixedThresholds:
 class _Histograms(NamedTuple):
     """Histograms of the scores of a layer, by band of rows.
 
-    Attributes
-    ----------
-    blocks : int64 ``[S, bands, BINS]``, visible blocks by log2 of their score, for each sparsity. Blocks that are read whatever
-        the threshold are in the last bin.
-    rows, log_visible : fp64 ``[bands]``: number of rows, and the sum of log2 of their visible blocks.
+    ``blocks`` are visible blocks by log2 of their score, for each sparsity; those that are read whatever the threshold are in
+    the last bin.
     """
 
-    blocks: Tensor
-    rows: Tensor
-    log_visible: Tensor
+    blocks: Tensor  # int64 [S, bands, BINS]
+    rows: Tensor  # fp64 [bands], number of rows
+    log_visible: Tensor  # fp64 [bands], sum of log2 of their visible blocks
 
     def plus(self, other: "_Histograms") -> "_Histograms":
         """Returns the sum with the histograms of another chunk, which has other bands if it has another length."""
@@ -175,9 +172,8 @@ def calibrate_blocks(
     def add(x: LayerInputs) -> None:
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
-            added = block_histograms(
-                scorer(x)[..., :-1, :], candidates.rows(slice(-1)), floor
-            )  # gates score the last row otherwise
+            scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
+            added = block_histograms(scores, candidates.rows(slice(-1)), floor)
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
 

@@ -42,7 +42,7 @@ class Recording(distillation.GateDistiller):
             outputs["parts"]["layer 1"] *= torch.nan
         return outputs
 
-train.GateDistiller = Recording
+train.PHASES["prefill"] = train.Gate, Recording, train.gate_recall
 root, name, nan_pass = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 train.train_gate(two_rank_config(root, name))
 torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
@@ -232,18 +232,18 @@ def test_chunks_longer_than_the_positions_are_refused(root):
         train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
 
 
-def test_a_window_as_long_as_the_chunks_is_refused(root):
-    decode = GateConfig(phase="decode", block_size=16, recent=95)
-    with pytest.raises(UserError, match=r"gate\.recent=95: gate\.sink \+ gate\.recent below data\.seq_len=96"):
-        run_config(root, gate=decode)
-    run_config(root, gate=replace(decode, recent=94))
-
-
-def test_skipping_all_rows_is_refused(root):
-    with pytest.raises(UserError, match=r"gate\.skip_rows=6"):
-        run_config(root, gate=GateConfig(block_size=16, skip_rows=6))
-
-
-def test_compiling_is_refused(root):
-    with pytest.raises(UserError, match=r"train\.compile"):
-        run_config(root, train=TrainConfig(lr=1e-3, steps=1, compile=True))
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"gate": GateConfig(phase="decode", block_size=16, recent=95)},
+            r"gate\.recent=95: gate\.sink \+ gate\.recent below data\.seq_len=96",
+        ),
+        ({"gate": GateConfig(block_size=16, skip_rows=6)}, r"gate\.skip_rows=6"),
+        ({"train": TrainConfig(lr=1e-3, steps=1, compile=True)}, r"train\.compile"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused(root, changes, says):
+    with pytest.raises(UserError, match=says):
+        run_config(root, **changes)
+    run_config(root, gate=GateConfig(phase="decode", block_size=16, recent=94))  # a window that leaves one key

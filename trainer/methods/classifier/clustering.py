@@ -24,13 +24,10 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int,
 
     Parameters
     ----------
-    points : Tensor
-        ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
-    num_buckets, iterations, seed : int
-        Random points are the first centroids, followed by ``iterations`` Lloyd iterations.
-    balance : float, optional
-        Buckets with more than this multiple of the mean number of points are split during the first half of the iterations;
-        the second half adapts the centroids to the new buckets.
+    points : ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
+    seed : of the random points that are the first centroids, followed by ``iterations`` Lloyd iterations.
+    balance : buckets with more than this multiple of the mean number of points are split during the first half of the
+        iterations; the second half adapts the centroids to the new buckets.
 
     Returns
     -------

@@ -34,13 +34,7 @@ class BatchSeeds(Dataset[dict[str, int]]):
 
 
 class CachedBatches:
-    """Random batches of cached queries and targets.
-
-    Parameters
-    ----------
-    data : rows of ``layers``.
-    batch_queries : rows of a classifier that one batch seed samples, with replacement.
-    """
+    """Random batches of cached ``data``: a seed samples ``batch_queries`` rows of a classifier, with replacement."""
 
     def __init__(self, data: QueryTargets, layers: list[int], batch_queries: int) -> None:
         self.data = data

@@ -47,16 +47,10 @@ class BatchNumbers(Dataset[int]):
 
 @dataclass(frozen=True)
 class OnlineTargets:
-    """The frozen model and the prompts from which batches are drawn.
+    """The frozen model and the prompts from which batches are drawn."""
 
-    Attributes
-    ----------
-    model : of the whole ``partition``, on the device of its centroids.
-    chunks : prompts, visited in rotation.
-    """
-
-    model: "PreTrainedModel"
-    chunks: data.Chunks
+    model: "PreTrainedModel"  # of the whole partition, on the device of its centroids
+    chunks: data.Chunks  # prompts, visited in rotation
     partition: KMeans
     cfg: TrainQModelConfig
 
@@ -77,12 +71,7 @@ class OnlineTargets:
 
 
 class OnlineBatches:
-    """Batches of ``layers`` by their number; holds those of one round.
-
-    Parameters
-    ----------
-    num_heads : classifiers of a layer.
-    """
+    """Batches of ``layers`` by their number, for ``num_heads`` classifiers of a layer; holds those of one round."""
 
     def __init__(self, source: OnlineTargets, layers: list[int], num_heads: int) -> None:
         self.source, self.layers, self.num_heads = source, layers, num_heads

@@ -52,14 +52,10 @@ def layer_targets(
 
     Parameters
     ----------
-    x : LayerInputs
-        A whole prompt.
-    buckets : Tensor
-        Result of :func:`key_buckets`.
-    positions : Tensor
-        int32, ascending: the positions of the queries to choose from.
-    generator : torch.Generator
-        Samples the long-range queries. It is on the CPU, so that the samples are the same on every machine.
+    x : a whole prompt.
+    buckets : result of :func:`key_buckets`.
+    positions : int32, ascending: the positions of the queries to choose from.
+    generator : samples the long-range queries, on the CPU, so that the samples are the same on every machine.
 
     Returns
     -------
@@ -129,35 +125,21 @@ def prompt_targets(
 
 @dataclass(frozen=True)
 class QueryTargets:
-    """Queries and targets of some layers on one device. The rows of a classifier are contiguous.
+    """Queries and targets of some layers on one device. The rows of a classifier are contiguous."""
 
-    Attributes
-    ----------
-    queries : fp16 ``[rows, D]``.
-    targets : fp16 ``[rows, C]``.
-    entropy : fp32 ``[rows]``, of the targets, in nats.
-    start, count : int64 ``[layers, H]``, the first row of each classifier and its number of rows (at least one).
-    """
-
-    queries: Tensor
-    targets: Tensor
-    entropy: Tensor
-    start: Tensor
-    count: Tensor
+    queries: Tensor  # fp16 [rows, D]
+    targets: Tensor  # fp16 [rows, C]
+    entropy: Tensor  # fp32 [rows], of the targets, in nats
+    start: Tensor  # int64 [layers, H], the first row of each classifier
+    count: Tensor  # int64 [layers, H], its number of rows, at least one
 
 
 @dataclass(frozen=True)
 class TargetCache:
-    """Queries and targets of the prompts ``chunks``, cached in files.
+    """Queries and targets of the prompts ``chunks``, cached in files."""
 
-    Parameters
-    ----------
-    parts : the files, one per prompt; both splits share the folder.
-    split : ``train`` or ``heldout``.
-    """
-
-    parts: FinishedParts
-    split: str
+    parts: FinishedParts  # the files, one per prompt; both splits share the folder
+    split: str  # train or heldout
     chunks: data.Chunks
     partition: KMeans
     cfg: TrainQModelConfig

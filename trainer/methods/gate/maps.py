@@ -19,20 +19,14 @@ def evenly_spaced(count: int, limit: int) -> list[int]:
 class BlockMaps:
     """Block maps of a few query heads in three layers, collected during forward passes.
 
-    Attributes
-    ----------
-    layers : the layers to choose three from.
-    num_heads : query heads of the model.
-    maps : ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU with sides of at most ``side``; NaN
-        where no query of the row sees a key.
-    heads : number of query heads that are stored.
-    side : pixels; larger maps are max-pooled to this size.
+    ``maps`` are ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU; NaN where no query of the row sees
+    a key.
     """
 
-    layers: list[int]
-    num_heads: int
-    heads: int = 2
-    side: int = MAX_SIDE
+    layers: list[int]  # to choose three from
+    num_heads: int  # of the model
+    heads: int = 2  # query heads that are stored
+    side: int = MAX_SIDE  # larger maps are max-pooled to this size
     maps: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def shows(self, layer: int) -> bool:
