@@ -20,17 +20,11 @@ class Router(nn.Module):
     """Base class of routers by content: ``KMeans``, ``QModel``, and those without training.
 
     Queries are those of one token, keys and queries are given before and after RoPE (``nope``: before).
-
-    Attributes
-    ----------
-    num_buckets : buckets of each key/value head.
-    layers : indices of the model's routed layers.
-    kv_heads : key/value heads of the model.
     """
 
-    num_buckets: int
-    layers: list[int]
-    kv_heads: int
+    num_buckets: int  # of each key/value head
+    layers: list[int]  # indices of the model's routed layers
+    kv_heads: int  # of the model
 
     @abstractmethod
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:

@@ -14,25 +14,14 @@ NOT_FAR = float("-inf")  # score of a block in the dense window
 
 
 class BlockRouter(nn.Module):
-    """Chooses among the far blocks of a sequence, those with a key before the dense window.
+    """Chooses among the far blocks of a sequence, those with a key before the dense window."""
 
-    Attributes
-    ----------
-    block_size : keys of a block; blocks are counted from the end of the left padding.
-    num_buckets : largest number of probes.
-    layers : indices of the model's routed layers.
-    kv_heads : key/value heads of the model.
-    pools : poolings of a block's keys before RoPE that :meth:`summarize` needs, see
-        :func:`msattn.kernels.pool_blocks.pool_blocks`.
-    artifact : the artifact that was loaded; None for a router that was created.
-    """
-
-    block_size: int
-    num_buckets: int
-    layers: list[int]
-    kv_heads: int
-    pools: Sequence[str] = ()
-    artifact: Any = None
+    block_size: int  # keys of a block; blocks are counted from the end of the left padding
+    num_buckets: int  # largest number of probes
+    layers: list[int]  # indices of the model's routed layers
+    kv_heads: int  # of the model
+    pools: Sequence[str] = ()  # poolings of a block's keys before RoPE that summarize needs, see pool_blocks
+    artifact: Any = None  # that was loaded; None for a router that was created
 
     @abstractmethod
     def summarize(self, x: "LayerInputs") -> Tensor:
@@ -46,11 +35,8 @@ class BlockRouter(nn.Module):
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns the block scores of each query head: ``[B, Hq, P]``.
 
-        Parameters
-        ----------
-        summaries : ``[B or 1, Hkv, P, S]``, those of the queries' sequences.
-        q_nope, q : ``[B, Hq, 1, D]``, queries before and after RoPE.
-        positions : int ``[B]``, positions of the queries, counted from the end of the left padding.
+        ``summaries [B or 1, Hkv, P, S]`` are those of the queries' sequences, ``q_nope`` and ``q [B, Hq, 1, D]`` queries before
+        and after RoPE. Their ``positions`` int ``[B]`` are counted from the end of the left padding.
         """
 
     def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
@@ -74,12 +60,9 @@ class BlockRouter(nn.Module):
     def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other blocks.
 
-        Parameters
-        ----------
-        x : one query of each sequence.
-        summaries : ``[B or 1, Hkv, P, S]``; blocks that are not far may hold anything.
-        window : number of last keys that are read anyway, one for all sequences or ``[B]``.
-        by_head : returns the scores of each query head: ``[B, Hq, P]``.
+        ``x`` holds one query of each sequence; ``summaries [B or 1, Hkv, P, S]`` of blocks that are not far may hold anything.
+        ``window`` is the number of last keys that are read anyway, one for all sequences or ``[B]``. With ``by_head`` these are
+        the scores of each query head: ``[B, Hq, P]``.
         """
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         keys = keys - (0 if x.kv_start is None else x.kv_start)

@@ -300,12 +300,8 @@ class Gate(GateArtifact):
     def scores_of_last_queries(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
         """Computes the block probabilities of each of the last ``block_size`` queries by itself.
 
-        They are rotated to the first position of the last row block, as its pooled queries are.
-
-        Returns
-        -------
-        scores : fp32 ``[B, Hg, n, Tc]``; 0 for queries of padding.
-        row : int64 ``[B | 1]``, the last row block.
+        They are rotated to the first position of the last row block, as its pooled queries are. Returns scores fp32
+        ``[B, Hg, n, Tc]``, 0 for queries of padding, and the last row block, int64 ``[B | 1]``.
         """
         layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
         keys = x.pooled_keys

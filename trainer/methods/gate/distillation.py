@@ -37,14 +37,9 @@ def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) 
     """Computes the loss of a gate's block probabilities against the row-normalised block map.
 
     Errors are summed over the blocks of a row and averaged over rows. A mean over blocks would shrink with the square of the
-    context length, and the gradient with it.
-
-    Parameters
-    ----------
-    logits : fp32 ``[B, Hg, Tr, Tc]``, scores of the gate before masking.
-    pooled : fp32 ``[B, Hq, Tr, Tc]``, block map from ``maxpool_attention``. A gate that serves a query group learns the mean
-        map of the group.
-    visible : bool ``[B | 1, 1, Tr, Tc]``. Rows without a visible block, and the first ``cfg.skip_rows``, do not count.
+    context length, and the gradient with it. ``logits`` fp32 ``[B, Hg, Tr, Tc]`` are the gate's before masking, ``pooled`` fp32
+    ``[B, Hq, Tr, Tc]`` is the block map: a gate that serves a query group learns the mean map of the group. Rows without a
+    ``visible`` block, bool ``[B | 1, 1, Tr, Tc]``, and the first ``cfg.skip_rows``, do not count.
     """
     target = normalize_rows(pooled).unflatten(1, (logits.shape[1], -1)).mean(2)
     if cfg.loss == "kl":
@@ -184,16 +179,10 @@ def gate_recall(
 ) -> dict[str, float]:
     """Measures the recall of attention mass under top-k selection, by the scores of the gate and of the oracle.
 
-    Parameters
-    ----------
-    chunks : this rank's items ``{"input_ids": int64 [N]}``; every rank returns the mean over all ranks.
-    maps : collects the block maps of the last chunk, at the largest sparsity.
-
-    Returns
-    -------
-    dict
-        ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of ``RECALL_SPARSITIES``, the mean over layers;
-        ``recall/gate@0.9/layer 3`` and so on for each layer.
+    ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``; every rank returns the mean over all ranks, in
+    ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of ``RECALL_SPARSITIES``, the mean over layers, and in
+    ``recall/gate@0.9/layer 3`` and so on for each layer. ``maps`` collects the block maps of the last chunk, at the largest
+    sparsity.
     """
     recalls = Recalls()
 
