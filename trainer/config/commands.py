@@ -166,9 +166,8 @@ class TrainGateConfig(RunConfig):
         super().__post_init__()
         size = self.gate.block_size
         require(size <= self.data.seq_len, "gate.block_size", size, f"at most data.seq_len={self.data.seq_len}")
-        require(
-            not self.train.compile, "train.compile", self.train.compile, "accepted is false: the gates' teacher runs eagerly"
-        )
+        eager = "accepted is false: the gates' teacher runs eagerly"
+        require(not self.train.compile, "train.compile", self.train.compile, eager)
         window = self.gate.sink + self.gate.recent
         ok = self.gate.phase == "prefill" or window < self.data.seq_len
         require(ok, "gate.recent", self.gate.recent, f"gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
@@ -246,18 +245,11 @@ class FinetuneConfig(RunConfig):
         ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
         require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
-            gate = self.artifacts.gate
-            require(
-                gate is not None,
-                "artifacts.gate",
-                gate,
-                f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
-            )
+            gate, how = self.artifacts.gate, f"gates are needed; msattn train-gate {self.arguments('base')} trains them"
+            require(gate is not None, "artifacts.gate", gate, how)
             check_usable(self.select, self.refused)
-            below = self.select.dense_below
-            require(
-                below in ("auto", 0), "select.dense_below", below, "auto or 0: finetune uses sparse attention in every chunk"
-            )
+            below, why = self.select.dense_below, "auto or 0: finetune uses sparse attention in every chunk"
+            require(below in ("auto", 0), "select.dense_below", below, why)
             why = "only plain training (select.sparsity=0) is compiled"
             require(not self.train.compile, "train.compile", self.train.compile, why)
 

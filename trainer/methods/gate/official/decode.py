@@ -67,17 +67,15 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[DecodeGate, dic
     """
     official, cfg = _read_config(files)
     gate = DecodeGate.build(config, cfg)
-    hidden, pooling = official.seerattn_gate_hidden_size, official.seerattn_q_head_pooling_type
-    if pooling == "Qavg" and hidden != gate.shape.head_dim:
-        raise UserError(
-            f"{files.name}: seerattn_gate_hidden_size={hidden}: with Qavg it is the head size, {gate.shape.head_dim}"
-        )
+    hidden, pooling, size = official.seerattn_gate_hidden_size, official.seerattn_q_head_pooling_type, gate.shape.head_dim
+    if pooling == "Qavg" and hidden != size:
+        raise UserError(f"{files.name}: seerattn_gate_hidden_size={hidden}: with Qavg it is the head size, {size}")
     factor = rotation_factor(files, config, hidden) if cfg.rope else 1.0
     group = gate.shape.num_heads // gate.kv_heads
-    shapes: dict[str, tuple[int, ...]] = {"attngate_linear_k": (gate.kv_heads, len(cfg.k_pool) * gate.shape.head_dim, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"attngate_linear_k": (gate.kv_heads, len(cfg.k_pool) * size, hidden)}
     if pooling != "Qavg":
         of_group = (group,) if pooling == "Qproj" else ()
-        shapes["attngate_linear_q"] = (gate.kv_heads, *of_group, gate.shape.head_dim, hidden)
+        shapes["attngate_linear_q"] = (gate.kv_heads, *of_group, size, hidden)
     if cfg.qk_norm:
         shapes |= {"attngate_qnorm": (hidden,), "attngate_knorm": (hidden,)}
     for layer, weights in zip(gate.gates, read_weights(files, len(gate.layers), shapes), strict=True):
