@@ -111,8 +111,7 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
     # For distances: ${within:1024,${data.seq_len}} is the first number, or a quarter of the length if that is less.
-    within = lambda distance, length: min(distance, length // 4) if isinstance(length, int) else distance  # noqa: E731
-    OmegaConf.register_new_resolver("within", within, replace=True)
+    OmegaConf.register_new_resolver("within", _within, replace=True)
     _store_schemas(command)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
@@ -123,6 +122,10 @@ def initialized_hydra(command: str) -> Iterator[Any]:
             raise UserError("an override nests lists or mappings too deeply") from error
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(_explain(error, functools.partial(_accepted, hydra, command))) from error
+
+
+def _within(distance: int, length: Any) -> int:
+    return min(distance, length // 4) if isinstance(length, int) else distance  # else the schema refuses the length
 
 
 @functools.cache
