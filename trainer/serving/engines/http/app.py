@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,9 @@ from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings,
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
+WAITING_BODIES = 4  # of the greatest size, whose bytes all bodies may have together that arrive or wait to be encoded
+SHORT_BODY = 2**14  # bytes of a body that is read beside them all the same
+LONG_BODY = 2**16  # bytes of a body that is encoded apart from shorter ones
 OPEN = ("/health",)  # paths that need no key
 QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
 
@@ -45,15 +49,18 @@ class Service:
         self.metrics = Metrics(engine)
         self._engine, self._model, self._max_body = engine, model, max_body
         self._about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "msattn"}
+        self._held = 0  # bytes of bodies
         vocabulary = text_config(engine.loaded.model.config).vocab_size
-        self._encoder = PromptEncoder(
-            engine.loaded.tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=default_tokens
-        )
-        self._encoding = asyncio.Lock()  # tokenizers are not for several threads at once
+
+        def encoder(tokenizer: Any) -> tuple[asyncio.Lock, PromptEncoder]:
+            encode = PromptEncoder(tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=default_tokens)
+            return asyncio.Lock(), encode  # tokenizers are not for several threads at once
+
+        self._encoders = encoder(engine.loaded.tokenizer), encoder(deepcopy(engine.loaded.tokenizer))  # of long bodies
 
     def app(self) -> Starlette:
         """Returns the routes as an application, in which each error is an object of OpenAI's form."""
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/completions", partial(self.complete, kind=CompletionBody), methods=["POST"]),
                 Route("/v1/chat/completions", partial(self.complete, kind=ChatBody), methods=["POST"]),
@@ -64,6 +71,8 @@ class Service:
             ],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
+        app.router.redirect_slashes = False  # to a host that the client names
+        return app
 
     async def list_models(self, request: Request) -> Response:
         """Answers with the models: there is one."""
@@ -93,14 +102,20 @@ class Service:
         ------
         ApiError : the request is refused, or failed before its stream began.
         """
-        with self._engine.arrival():
-            data = await self._receive(request)
+        data = bytearray()
+        try:
+            await self._receive(request, data)
             gone = request.state.gone = asyncio.create_task(_until_gone(request))  # the event loop keeps weak references alone
-            async with self._encoding:
-                if gone.done():
-                    raise ApiError(400, "the client has left before its prompt was encoded")
-                body, prompt, new_tokens = await asyncio.to_thread(self._read, data, kind)
-            generation = self._engine.submit(prompt, new_tokens, body.temperature, body.top_p)
+            lock, encoder = self._encoders[len(data) > LONG_BODY]
+            with self._engine.arrival():
+                async with lock:
+                    if gone.done():
+                        raise ApiError(400, "the client has left before its prompt was encoded")
+                    body = await asyncio.to_thread(read_body, data, kind, self._model, self._engine.longest)
+                    prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
+                generation = self._engine.submit(prompt, new_tokens, body.temperature, body.top_p)
+        finally:
+            self._held -= len(data)
         request.state.generation = generation
         gone.add_done_callback(lambda _: generation.end("cancelled"))  # without effect after its end
         form = AnswerForm(self._model, chat=kind is ChatBody)
@@ -109,12 +124,12 @@ class Service:
         text = "".join([piece async for piece in self._text(body, generation)])
         return JSONResponse(form.whole(text, str(generation.outcome), generation.usage))
 
-    async def _receive(self, request: Request) -> bytearray:
-        """Returns the body of a request.
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Fills ``body`` with that of a request, and counts its bytes among those held.
 
         Raises
         ------
-        ApiError : it is no JSON by its header, too large, too slow or not complete.
+        ApiError : it is no JSON by its header, too large, too slow or not complete, or too many bytes of others are held.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send other types from any page without asking the server
@@ -122,23 +137,19 @@ class Service:
         too_large = ApiError(413, f"the body exceeds {self._max_body} bytes (server.max_body_mb)", code="body_too_large")
         if int(request.headers.get("content-length", "0")) > self._max_body:  # the HTTP parser has checked the number
             raise too_large
-        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS), aclosing(request.stream()) as parts:
                 async for part in parts:
                     body += part
+                    self._held += len(part)
                     if len(body) > self._max_body:
                         raise too_large
+                    if len(body) > SHORT_BODY and self._held > WAITING_BODIES * self._max_body:
+                        raise ApiError(503, "too many bytes of requests are waiting; try again later", code="unavailable")
         except ClientDisconnect as error:
             raise ApiError(400, "the client has left before its body was complete") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
-        return body
-
-    def _read(self, data: bytearray, kind: type[Body]) -> tuple[Body, list[int], int]:
-        """Returns what a body asks for, its prompt as tokens, and the number of new ones."""
-        body = read_body(data, kind, self._model)
-        return body, *self._encoder.encode(body)
 
     async def _text(self, body: Body, generation: Generation) -> AsyncIterator[str]:
         """Yields the text of an answer piece by piece, up to a stop string, and ends the request."""
@@ -229,8 +240,8 @@ class Guard:
     def _has_key(self, scope: Scope) -> bool:
         if self._api_key is None:
             return True
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, b"Bearer " + self._api_key.encode())
+        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return hmac.compare_digest(key.strip(), self._api_key.encode()) and scheme.lower() == b"bearer"
 
     def _count(self, scope: Scope, status: int) -> str:
         """Counts a request that has been answered, and returns its numbers for the log."""

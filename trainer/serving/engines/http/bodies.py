@@ -1,6 +1,8 @@
 """The bodies of requests: what is accepted, and errors that name what is not."""
 
 import json
+import re
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,6 +21,8 @@ from msattn.trainer.serving.engines.http.answers import ApiError
 
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
+OTHER_VALUES = 1000  # of a body whose prompt has a value for each token; each takes up to hundreds of bytes of memory
+STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Zero = Annotated[Number, Field(ge=0, le=0)]
@@ -147,18 +151,24 @@ class ChatBody(Body):
         return self.max_completion_tokens or self.max_tokens
 
 
-def read_body(data: bytes | bytearray, kind: type[Body], model: str) -> Body:
+def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: int) -> Body:
     """Returns what the body ``data`` asks for.
 
     Parameters
     ----------
     model : the name of the model that is served.
+    longest : tokens of the longest request.
 
     Raises
     ------
-    ApiError : the body is not JSON in UTF-8, asks for another model, or a parameter is unknown, unsupported, missing, of
-        another type or out of range; the message names the first one.
+    ApiError : the body is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, asks for another model, or
+        a parameter is unknown, unsupported, missing, of another type or out of range; the message names the first one.
     """
+    most = longest + OTHER_VALUES
+    more = (match for match in STRING_OR_MORE.finditer(data) if match.lastindex)
+    if next(islice(more, most, None), None) is not None:
+        message = f"the body: more than {most} values exceed the {longest} tokens of a request"
+        raise ApiError(400, message, code="context_length_exceeded")
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:

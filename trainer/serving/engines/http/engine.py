@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.engines.generate_batch import check_attached
 from msattn.trainer.serving.engines.http.answers import ApiError
 from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
     from msattn.trainer.serving.sparse import Sparse
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 # below about 1e-37 they become infinite, which ends its thread.
 GREEDY_BELOW = 1e-5
 GREEDY = {"temperature": 1.0, "top_p": -1.0}  # top-p sampling keeps the likeliest token; none other can reach such a share
+FAILED = ApiError(500, "the server failed while it generated the answer")
+STOPPED = ApiError(503, "the server is shutting down; the answer is not complete", code="unavailable")
 STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
 
 
@@ -65,7 +70,7 @@ class Generation:
             self.tokens += new
             self._arrived.put_nowait(new)
         if output.error is not None:
-            self.fail(running=False)
+            self.fail(FAILED, "failed", running=False)
         elif output.is_finished():
             self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
 
@@ -87,11 +92,11 @@ class Generation:
         new = len(self.tokens)
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new, "total_tokens": self.prompt_tokens + new}
 
-    def fail(self, *, running: bool = True) -> None:
-        """Ends the request after a failure of the server."""
+    def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
+        """Ends the request with an error."""
         if self.outcome is None:
-            self._arrived.put_nowait(ApiError(500, "the server failed while it generated the answer"))
-            self.end("failed", running=running)
+            self._arrived.put_nowait(error)
+            self.end(outcome, running=running)
 
     def end(self, outcome: str, *, running: bool = True) -> None:
         """Ends the request; a second call has no effect. If it is ``running`` in the manager, the next pass frees its pages."""
@@ -120,9 +125,10 @@ class Engine:
         self.longest = longest_request(loaded.model, cfg.server)
         self.draining = False
         self._open: dict[str, Generation] = {}
-        self._arriving = 0  # requests without a Generation, whose body is read or whose prompt is encoded
+        self._arriving = 0  # requests without a Generation, whose prompt is encoded
         self._names = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lost: BaseException | None = None
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
         self._temperature, self._top_p = (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
@@ -140,7 +146,7 @@ class Engine:
         # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
         sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
         config = paged_cache_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
-        with _served():
+        with _served(model, self.sparse):
             return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
 
     def start(self) -> None:
@@ -152,7 +158,7 @@ class Engine:
         """
         server, model = self._cfg.server, self.loaded.model
         try:
-            with _served():
+            with _served(model, self.sparse):
                 self._manager.warmup()
         except MemoryError as error:
             raise UserError(
@@ -161,16 +167,25 @@ class Engine:
             ) from error
         if self._cache.num_blocks < pages_of(self.longest, server):
             raise too_small(model, server, self._cache.num_sectors * self._cache.bytes_per_sector)
+        self._other_threads, threading.excepthook = threading.excepthook, self._on_lost_thread
         self._manager.start()
 
     def stop(self) -> None:
         """Stops the manager's thread after the pass of the model that runs."""
         self._manager.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
+        threading.excepthook = self._other_threads
+
+    def _on_lost_thread(self, lost: threading.ExceptHookArgs) -> None:
+        """Keeps what has ended the manager's thread where it is no Exception, which the manager would have kept itself."""
+        if lost.thread is self._manager._generation_thread:
+            self._lost = lost.exc_value
+        else:
+            self._other_threads(lost)
 
     @property
     def fault(self) -> Fault | None:
         """The reason why the manager's thread has ended; None while it runs."""
-        error = self._manager.background_thread_status.fatal_error
+        error = self._manager.background_thread_status.fatal_error or self._lost
         if error is not None:
             return Fault(f"the thread that generates has ended ({type(error).__name__}: {first_line(error)})")
         return None if self._manager.is_running() else Fault("the thread that generates has ended")
@@ -191,7 +206,7 @@ class Engine:
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
-        """Keeps a place among the waiting requests for one from its arrival until it is submitted, inside the context.
+        """Keeps a place among the waiting requests for one that has arrived until it is submitted, inside the context.
 
         Raises
         ------
@@ -257,9 +272,10 @@ class Engine:
             self._manager.cancel_request(generation.name)
 
     def fail_all(self) -> None:
-        """Ends all requests; may be called from any thread."""
+        """Ends all requests, after a fault or because the server stops; may be called from any thread."""
+        reason = (STOPPED, "cancelled") if self.fault is None else (FAILED, "failed")
         for generation in list(self._open.values()):
-            cast("Any", self._loop).call_soon_threadsafe(generation.fail)
+            cast("Any", self._loop).call_soon_threadsafe(generation.fail, *reason)
 
     def tend(self) -> None:
         """Does what the manager of transformers 5.23 leaves undone when requests are cancelled; to be called regularly.
@@ -301,13 +317,27 @@ class Engine:
 
 
 @contextmanager
-def _served() -> Iterator[None]:
-    """Raises a UserError for a model that transformers' continuous batching does not serve, e.g. for chunked attention."""
+def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]:
+    """Raises a UserError with a remedy for a model that continuous batching does not serve, as it is or as it is attached."""
+    config = model.config.get_text_config()
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    capped = getattr(config, "attn_logit_softcapping", None)
+    remedy = "use msattn generate" if sparse is None or chunked or capped else "give dense=true, or use msattn generate"
+
+    def refused(error: Exception) -> UserError:
+        reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; accepted is model.generate")
+        return UserError(f"serve: continuous batching does not serve this model ({reason}); {remedy}")
+
+    try:
+        if sparse is not None:
+            check_attached(model, sparse)
+        elif capped:  # transformers 5.23 would leave it out
+            raise UserError(f"attn_logit_softcapping={capped} is not supported")
+    except UserError as error:
+        raise refused(error) from error
     try:
         yield
     except UserError:
         raise
     except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"serve: the continuous batching of transformers does not serve this model ({first_line(error)})"
-        ) from error
+        raise refused(error) from error

@@ -1,6 +1,7 @@
 """Metrics in the text form of Prometheus, and in a tracker. Needs the extra ``serve``."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from msattn.trainer.training.tracker import Tracker
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
 LOG_SECONDS = 10.0  # between two logs to a tracker
 END_SECONDS = 5.0  # for the last one; reading the metrics waits for the model's pass
+READS_SECONDS = 1.0  # for which what the model has read is kept: asking for it holds up the next pass
 READS = {
     "sparsity": "Share of the causally visible blocks that prompts did not read, since the start",
     "selectivity": "Share of the visible keys that new tokens read in routed layers, since the start",
@@ -25,6 +27,7 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._lock, self._reads, self._reads_end = threading.Lock(), dict[str, float](), 0.0
         self._registry = CollectorRegistry()
         kept: Any = {"registry": self._registry}
         self._requests = Counter("msattn_requests", "Requests by outcome", ["outcome"], **kept)
@@ -58,10 +61,17 @@ class Metrics:
             "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
             "cache_pages_cached": ("Unused pages that are kept for prompts with the same beginning", pages.cached),
             "cache_pages_total": ("Pages of the KV cache", pages.total),
-            **{name: (READS[name], value) for name, value in self._engine.reads().items()},
+            **{name: (READS[name], value) for name, value in self._latest_reads().items()},
         }
         for name, (meaning, value) in state.items():
             yield GaugeMetricFamily(f"msattn_{name}", meaning, value=value)
+
+    def _latest_reads(self) -> dict[str, float]:
+        with self._lock:  # readers that come meanwhile get the same
+            if time.monotonic() >= self._reads_end:
+                self._reads = self._engine.reads()
+                self._reads_end = time.monotonic() + READS_SECONDS
+            return self._reads
 
     def describe(self) -> list[Any]:
         """Returns nothing: the registry then asks for no values before the first request for them."""

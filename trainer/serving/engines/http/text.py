@@ -10,6 +10,7 @@ from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, Completio
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LONG_TEXT, PART = 2**20, 2**18  # characters of a text whose tokens are counted in parts first, and of a part
 INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 
 
@@ -29,6 +30,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, longest: int, vocabulary: int, new_tokens: int) -> None:
         self._tokenizer = cast("Any", tokenizer)
         self._longest, self._vocabulary, self._new_tokens = longest, vocabulary, new_tokens
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, body: Body) -> tuple[list[int], int]:
         """Returns the tokens of the prompt, and the number of new tokens.
@@ -59,14 +61,36 @@ class PromptEncoder:
                 message = "messages: the model has no chat template; send a prompt to /v1/completions"
                 raise ApiError(400, message, param="messages")
             messages = [message.plain() for message in body.messages]
+            self._check_length("".join(message["content"] for message in messages), "messages")
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         prompt = cast("CompletionBody", body).prompt
         if isinstance(prompt, str):
-            return list(self._tokenizer(prompt).input_ids)
+            self._check_length(prompt, "prompt")
+            tokens = list(self._tokenizer(prompt).input_ids)
+            start = self._tokenizer.bos_token
+            if start and prompt.startswith(start) and self._tokenizer("").input_ids[:1] == tokens[:1]:
+                del tokens[0]  # the text has brought its own
+            return tokens
         if unknown := next((token for token in prompt if token >= self._vocabulary), None):
             raise ApiError(400, f"prompt: token {unknown} is none of the {self._vocabulary} of the model", param="prompt")
         return prompt
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Raises ApiError for a text that is too long, before it is encoded whole: a token takes some 150 bytes meanwhile.
+
+        Parts of a text have about as many tokens as the whole, so none that fits has twice as many.
+        """
+        fits, tokens = len(text) <= self._longest * self._longest_token, 0
+        if fits and len(text) > LONG_TEXT:
+            for start in range(0, len(text), PART):
+                tokens += len(self._tokenizer(text[start : start + PART], add_special_tokens=False).input_ids)
+                if tokens > 2 * self._longest:
+                    fits = False
+                    break
+        if not fits:
+            message = f"{param}: {len(text)} characters exceed the {self._longest} tokens of a request; shorten the prompt"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 class TokenText:
