@@ -189,7 +189,7 @@ def serve(
     overrides: Overrides = None,
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[str, typer.Option(metavar="INTEGER", help="Port to listen at; 0 takes a free one.")] = "8000",
     api_key: Annotated[
         str | None, typer.Option(envvar="MSATTN_API_KEY", help="Key that requests must bring.", show_default=False)
     ] = None,

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from msattn.trainer.config import ServeConfig
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.progress import report
 
@@ -22,23 +24,26 @@ if TYPE_CHECKING:
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
 WAITING_CONNECTIONS = 1024
+PORTS = 65535
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(cfg: ServeConfig, host: str, port: int, api_key: str | None) -> None:
+def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
     """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished.
 
     Raises
     ------
-    UserError : a library is missing or too old, the address is taken, the key is no key, memory is too small for the KV cache,
-        the model or an artifact cannot be served, or the tracker cannot start.
+    UserError : a library is missing or too old, the address is taken or none, the key is no key, memory is too small for the KV
+        cache, the model or an artifact cannot be served, or the tracker cannot start.
     Fault : the thread that generates, or the HTTP server, ended by itself.
     """
     check_libraries()
     check_key(api_key)
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > PORTS:
+        raise UserError(f"--port {shown(port)}: accepted is an integer in [0, {PORTS}]; 0 takes a free port")
     from msattn.trainer.serving.engines.http.supervisor import address, bind
 
-    with bind(host, port) as bound:
+    with bind(host, int(port)) as bound:
         if host not in LOCAL and api_key is None:
             print_once(f"warning: --host {host} without --api-key: whoever reaches this address can use the model")
         _serve(cfg, api_key, bound, address(bound))

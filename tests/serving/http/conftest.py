@@ -25,7 +25,7 @@ def embedded() -> Loaded:
 
 @pytest.fixture(scope="module")
 def served(embedded: Loaded) -> Iterator[Running]:
-    with running(embedded, configuration("server.max_body_mb=0.1"), api_key=KEY) as found:
+    with running(embedded, configuration("server.max_body_mb=0.15"), api_key=KEY) as found:
         yield found
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from msattn.trainer.commands import serve
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.errors import Fault, UserError
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.engines.http import cache, metrics, supervisor, text
+from msattn.trainer.serving.engines.http import cache, connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import exit_code, metrics_lines
 from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
@@ -66,22 +66,72 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
         assert served.metric('requests_total{outcome="refused"}') == 1
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+
+
 @pytest.mark.slow
-def test_bodies_that_arrive_count_as_waiting(small: Loaded) -> None:
-    """Their clients have sent one byte. Those that leave make room."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-    with running(small, configuration("server.max_waiting=2")) as served:
+def test_bodies_that_arrive_have_a_limit_together(small: Loaded) -> None:
+    """Four of the greatest size. Short ones are read beside them, and take no place in the queue before they have arrived."""
+    with running(small, configuration("server.max_waiting=2", "server.max_body_mb=0.1")) as served:
 
-        def status() -> int:
-            return served.post(json=WORDS | {"max_tokens": 1}).status_code
+        def post(length: int = 0) -> httpx.Response:
+            return served.post(json=WORDS | {"max_tokens": 1, "user": "x" * length})
 
-        with ExitStack() as connections:
-            for _ in range(2):
-                connection = connections.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
-                connection.sendall(head)
-            eventually(lambda: status() == 429)
-            assert served.metric("requests_waiting") == 0
-        eventually(lambda: status() == 200)
+        with ExitStack() as stack:
+            for _ in range(5):
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
+                connection.sendall(HEAD + b" " * 99_000)
+            eventually(lambda: post(50_000).status_code == 503)
+            assert post(50_000).headers["retry-after"] == "1"
+            assert post().status_code == 200
+        eventually(lambda: post(50_000).status_code == 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he"])
+def test_a_connection_without_a_head_is_closed(small: Loaded, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    with running(small, configuration()) as served, served.client() as client:
+        stream = endless(client)
+        with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as connection:
+            connection.sendall(sent)
+            began = time.monotonic()
+            with suppress(ConnectionResetError):
+                while connection.recv(1000):
+                    pass
+            assert 0.3 < time.monotonic() - began < 4  # uvicorn closes silent ones after 5 s
+        assert next(iter(stream)).choices[0].text
+
+
+@pytest.mark.slow
+def test_long_texts_are_encoded_apart(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, began, end = text.PromptEncoder.encode, threading.Event(), threading.Event()
+
+    def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
+        if len(body.prompt) > 1000:
+            began.set()
+            assert end.wait(SECONDS)
+        return encode(self, body)
+
+    monkeypatch.setattr(text.PromptEncoder, "encode", slow)
+    with running(small, configuration()) as served:
+        long = {"prompt": "t1 " * 30_000, "max_tokens": 1}
+        thread = threading.Thread(target=served.post, kwargs={"json": WORDS | long})
+        thread.start()
+        assert began.wait(SECONDS)
+        assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+        end.set()
+        thread.join(SECONDS)
+
+
+@pytest.mark.slow
+def test_readers_of_metrics_share_what_they_read(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stands still while it is asked."""
+    with running(small, configuration()) as served:
+        asked = list[float]()
+        monkeypatch.setattr(served.engine, "reads", lambda: asked.append(time.monotonic()) or {"sparsity": len(asked)})
+        eventually(lambda: served.metric("sparsity") == 2)
+    assert asked[1] - asked[0] >= metrics.READS_SECONDS
 
 
 @pytest.mark.slow
@@ -197,7 +247,7 @@ def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
         stream = endless(client)
         began = time.monotonic()
         served.supervisor.stop()
-        with pytest.raises(openai.APIError, match="the server failed while it generated"):
+        with pytest.raises(openai.APIError, match="the server is shutting down; the answer is not complete"):
             text_of(stream)
         assert served.ended.wait(SECONDS)
         assert time.monotonic() - began < 5
@@ -205,8 +255,9 @@ def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_a_thread_that_dies_ends_the_server(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    small: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: type[BaseException]
 ) -> None:
     """Requests that run get an error, new ones 503, and the command one line."""
     with running(small, configuration()) as served, served.client() as client:
@@ -215,16 +266,16 @@ def test_a_thread_that_dies_ends_the_server(
         time.sleep(0.1)
 
         def fail(*arguments: Any, **options: Any) -> None:
-            raise RuntimeError("a kernel failed\nwith details")
+            raise kind("a kernel failed\nwith details")
 
         monkeypatch.setattr(small.model, "forward", fail)
         with pytest.raises(openai.APIError, match="the server failed while it generated"):
             text_of(stream)
-        if not served.ended.is_set():
+        if kind is RuntimeError and not served.ended.is_set():
             assert httpx.get(f"{served.url}/health").status_code == 503
         assert served.ended.wait(SECONDS)
         assert isinstance(served.error, Fault)
-        assert str(served.error) == "the thread that generates has ended (RuntimeError: a kernel failed)"
+        assert str(served.error) == f"the thread that generates has ended ({kind.__name__}: a kernel failed)"
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -249,9 +300,10 @@ def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> Non
 
 
 @pytest.mark.slow
-def test_layers_with_a_window_are_served_densely(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text", "gpt_oss"])
+def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
     """The longest request fits, though layers with a window and others share the pages in groups."""
-    small = small_loaded(tmp_path, "olmo3")
+    small = small_loaded(tmp_path, family)
     prompt = [5 + i % 50 for i in range(100)]
     expected = greedy(small, prompt, 100)
     cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
@@ -262,10 +314,22 @@ def test_layers_with_a_window_are_served_densely(tmp_path: Path) -> None:
         eventually(lambda: served.metric("cache_pages_used") == 0)
 
 
-def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "select", "says"),
+    [
+        ("llama4_text", None, r"chunked_attention\); use msattn generate"),
+        ("gemma2", None, r"attn_logit_softcapping=2\.0 is not supported\); use msattn generate"),
+        ("gemma3_text", "quest", r"layer 0 .* window of 24 tokens\); give dense=true, or use msattn generate"),
+        ("gpt_oss", "quest", r"attention sinks are not supported\); give dense=true, or use msattn generate"),
+    ],
+)
+def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path, family: str, select: str | None, says: str) -> None:
+    small = small_loaded(tmp_path, family)
+    attached = nullcontext() if select is None else msattn.attach(small.model, select=select)
     with (
-        pytest.raises(UserError, match=r"does not serve this model .*chunked_attention"),
-        serve.server(small_loaded(tmp_path, "llama4_text"), configuration()),
+        pytest.raises(UserError, match=f"serve: continuous batching does not serve this model .*{says}$"),
+        attached as sparse,
+        serve.server(small, configuration(), sparse),
     ):
         pass
 
@@ -315,7 +379,8 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
         )
     cases = {
         ("--host", "no.such.host.invalid"): "--host no.such.host.invalid: ",
-        ("--port", "70000"): "'--port': Input should be less than or equal to 65535",
+        ("--port", "70000"): "--port 70000: accepted is an integer in [0, 65535]",
+        ("--port", "many"): "--port many: accepted is an integer in [0, 65535]",
         ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
         ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
         ("server.pages=0",): "server.pages=0: accepted is an integer in [1, 1e9], or null",
@@ -335,9 +400,11 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")
 
 
-def start(folder: Path, *arguments: str) -> tuple[subprocess.Popen[str], Running]:
+def start(folder: Path, *arguments: str, descriptors: int | None = None) -> tuple[subprocess.Popen[str], Running]:
     """A server in a process of its own."""
     program = [sys.executable, "-c", "from msattn.cli import main; main()", "serve", "device=cpu", "--port", "0", *arguments]
+    if descriptors is not None:
+        program = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *program]
     process = subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     line = next(line for line in process.stderr if "serving at" in line)
@@ -385,3 +452,53 @@ def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (130, "msattn: interrupted\n")
     assert not out
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Ends a server and returns the rest of its stderr."""
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    return err
+
+
+@pytest.mark.slow
+def test_idle_connections_do_not_lock_the_server_out(tmp_path: Path) -> None:
+    """More than there are descriptors: the oldest make room. One line says so."""
+    process, served = start(tmp_path, "dense=true", descriptors=200)
+    with ExitStack() as stack:
+        for _ in range(260):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
+        for _ in range(3):
+            assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+        err = ended(process)
+    (line,) = [line for line in err.splitlines() if "POST" not in line]
+    assert re.search(r"msattn: .* \d+ connections leave few of the 200 descriptors; those that wait .* make room$", line)
+
+
+@pytest.mark.slow
+def test_a_short_request_beside_clients_with_long_texts(tmp_path: Path) -> None:
+    """They leave at once. Encoding one of the texts took 5 s and 2 GB."""
+    process, served = start(tmp_path, "dense=true")
+
+    def resident() -> float:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+    def leave() -> None:
+        with suppress(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "a" * 15_900_000}, timeout=0.5)
+
+    assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+    before = resident()
+    threads = [threading.Thread(target=leave) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+    assert time.monotonic() - began < 5  # alone 0.3 s on an idle machine
+    for thread in threads:
+        thread.join(SECONDS)
+    assert resident() < before + 300
+    ended(process)

@@ -42,6 +42,8 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": [-1]}, "prompt", "accepted is one text"),
         ({"prompt": [4096]}, "prompt", "token 4096 is none of the 4096 of the model"),
         ({"prompt": "a b " * 4000}, "prompt", "exceed the 4096 tokens of a request"),
+        ({"prompt": "a" * 140_000}, "prompt", "140000 characters exceed the 4096 tokens of a request; shorten"),
+        ({"prompt": [1] * 6000}, None, "the body: more than 5096 values exceed the 4096 tokens of a request"),
         ({"max_tokens": 4096}, "prompt", "exceed the 4096 tokens of a request; shorten the prompt or lower max_tokens"),
         ({"max_tokens": 10**40}, "prompt", "exceed"),
         ({"max_tokens": True}, "max_tokens", "max_tokens=true: input should be a valid integer"),
@@ -58,7 +60,7 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"logprobs": 1}, "logprobs", "this parameter is not supported"),
     ],
 )
-def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict, param: str, says: str) -> None:
+def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict, param: str | None, says: str) -> None:
     check(served.post(content=json.dumps(GOOD | change)), param, says)
 
 
@@ -69,6 +71,7 @@ def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user' or 'assistant'"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": "a" * 140_000}]}, "messages", "characters exceed"),
         ({"messages": [*CHAT["messages"], {"role": "system", "content": "a"}]}, "messages", "system comes first"),
         ({"tools": [{}]}, "tools", "not supported"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "give one of the two"),
@@ -86,7 +89,8 @@ def test_messages_that_are_not_accepted_are_named(served: Running, change: dict,
         (b'{"model": "tiny", "prompt": "\xe9"}', None, "invalid unicode"),
         (b'{"model": "tiny", "prompt": "\\ud800"}', None, "invalid JSON"),  # half of a surrogate pair, which is no text
         (b'{"model": ' + b"9" * 5000 + b"}", None, "number out of range"),
-        *((b'{"user": ' + b"[" * depth + b"]" * depth + b"}", None, "recursion limit") for depth in (300, 900, 50_000)),
+        *((b'{"user": ' + b"[" * depth + b"]" * depth + b"}", None, "recursion limit") for depth in (300, 900, 5000)),
+        (b'{"user": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", None, "more than 5096 values"),
         (b"{}", "model", "model: this parameter is missing"),
     ],
 )
@@ -113,6 +117,7 @@ def test_other_statuses(served: Running, client: OpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     answers = [
         (404, served.post("/v1/embeddings", json=GOOD)),
+        (404, served.post("/v1/completions/", json=GOOD)),  # no redirection to the host that the client names
         (405, served.get("/v1/completions")),
         (413, served.post(json=GOOD | {"prompt": "a" * 200_000})),
         (413, served.post(content=iter([b" " * 50_000] * 5))),  # in chunks, without Content-Length
@@ -134,6 +139,12 @@ def test_a_wrong_key_opens_health_alone(served: Running, key: str | None) -> Non
             assert KEY not in answer.text
         assert client.post("/v1/completions", json=GOOD).status_code == 401
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER "])
+def test_the_scheme_of_a_key_has_no_case(served: Running, scheme: str) -> None:
+    assert served.post(json=GOOD, headers={"Authorization": f"{scheme} {KEY}"}).status_code == 200
+    assert served.post(json=GOOD, headers={"Authorization": f"Basic {KEY}"}).status_code == 401
 
 
 def test_bytes_that_are_no_request(served: Running) -> None:

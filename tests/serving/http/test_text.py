@@ -5,10 +5,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from msattn.trainer.models import EMBEDDED
-from msattn.trainer.serving.engines.http.text import StopStrings, TokenText
+from msattn.trainer.serving.engines.http import text as module
+from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.bodies import CompletionBody
+from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText
 from tests.factory import save_tokenizer
 
 
@@ -70,3 +74,29 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str], cuts
     assert not any(each in passed for each in stop)
     assert stops.found == any(each in text for each in stop)
     assert any(text.startswith(each, len(passed)) for each in stop) if stops.found else passed == text
+
+
+def encoded(tokenizer: Any, prompt: str, longest: int = 100) -> list[int]:
+    encoder = PromptEncoder(tokenizer, longest=longest, vocabulary=4096, new_tokens=1)
+    return encoder.encode(CompletionBody(model="tiny", prompt=prompt))[0]
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(tokenizer: Any, words: Any) -> None:
+    """Texts for models are often kept with their first token. Only a tokenizer that adds one doubles it."""
+    words.bos_token = "t1"
+    assert encoded(words, "t1 t1 t2") == [1, 1, 2]
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="t1 $A", special_tokens=[("t1", 1)])
+    assert encoded(words, "t2 t1") == [1, 2, 1]
+    assert encoded(words, "t1 t2") == [1, 2]
+    assert encoded(words, "t1 t1 t2") == [1, 1, 2]
+
+
+def test_a_long_text_is_counted_in_parts(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused without being encoded whole; one that fits has the tokens of the whole text."""
+    monkeypatch.setattr(module, "LONG_TEXT", 30)
+    monkeypatch.setattr(module, "PART", 7)
+    text = "def main(arguments):\n    return arguments" * 3
+    whole = tokenizer(text).input_ids
+    assert encoded(tokenizer, text, len(whole) + 1) == whole
+    with pytest.raises(ApiError, match=f"prompt: {len(text)} characters exceed the 9 tokens of a request"):
+        encoded(tokenizer, text, 9)

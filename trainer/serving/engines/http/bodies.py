@@ -161,8 +161,8 @@ def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: in
 
     Raises
     ------
-    ApiError : the body is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, asks for another model, or
-        a parameter is unknown, unsupported, missing, of another type or out of range; the message names the first one.
+    ApiError : the body is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, or asks for another
+        model; or a parameter is unknown, unsupported, missing, of another type or out of range: the message names it.
     """
     most = longest + OTHER_VALUES
     more = (match for match in STRING_OR_MORE.finditer(data) if match.lastindex)

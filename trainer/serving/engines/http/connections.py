@@ -51,7 +51,7 @@ class Connection(H11Protocol):
     def _close_if_idle(self) -> None:
         left = self.since + HEAD_SECONDS - time.monotonic()
         if self.idle and left <= 0:
-            self.transport.abort()
+            self.transport.close()  # after what is left of an answer
         else:
             self._timer = self.loop.call_later(left if self.idle else HEAD_SECONDS, self._close_if_idle)
 
@@ -90,7 +90,7 @@ class Listener(socket.socket):
             LOG.warning(about, len(self._connections), limit)
         receiving = [each for each in self._connections if each.receiving and not each.transport.is_closing()]
         if receiving:
-            min(receiving, key=lambda each: each.since).transport.abort()
+            min(receiving, key=lambda each: each.since).transport.close()
         else:
             time.sleep(FULL_SECONDS)
         raise BlockingIOError
