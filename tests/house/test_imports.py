@@ -35,7 +35,8 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 OF_EXTRAS = (
     "trainer.serving.engines.vllm.backend",  # its classes derive from vLLM's; only vLLM imports it
-    *(f"trainer.serving.engines.http.{name}" for name in ("app", "metrics", "supervisor")),  # only msattn serve imports them
+    # only msattn serve imports them
+    *(f"trainer.serving.engines.http.{name}" for name in ("app", "connections", "metrics", "supervisor")),
 )
 PURITY = """
 import importlib, os, socket, sys, threading

@@ -473,7 +473,7 @@ def test_idle_connections_do_not_lock_the_server_out(tmp_path: Path) -> None:
             assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
         err = ended(process)
     (line,) = [line for line in err.splitlines() if "POST" not in line]
-    assert re.search(r"msattn: .* \d+ connections leave few of the 200 descriptors; those that wait .* make room$", line)
+    assert re.search(r"msattn: .* connections leave few of the 200 descriptors; those that wait .* make room$", line)
 
 
 @pytest.mark.slow

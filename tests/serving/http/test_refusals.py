@@ -67,6 +67,7 @@ def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict
 @pytest.mark.parametrize(
     ("change", "param", "says"),
     [
+        ({"messages": [{"role": "user", "content": [{}] * 900}] * 2}, "messages.0.content.0.type", "missing"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user' or 'assistant'"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),

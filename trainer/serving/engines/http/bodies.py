@@ -73,7 +73,7 @@ class Message(Strict):
     """A message of a conversation. ``developer`` is OpenAI's later name of ``system``."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts)]
+    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
 
     def plain(self) -> dict[str, str]:
         """Returns the message as chat templates take it."""
@@ -135,7 +135,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """The body of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: Literal[False] | None = False
 

@@ -86,8 +86,7 @@ class Listener(socket.socket):
             return super().accept()
         if time.monotonic() - self._logged >= LOG_SECONDS:
             self._logged = time.monotonic()
-            about = "%d connections leave few of the %d descriptors; those that wait for their client make room"
-            LOG.warning(about, len(self._connections), limit)
+            LOG.warning("connections leave few of the %d descriptors; those that wait for their client make room", limit)
         receiving = [each for each in self._connections if each.receiving and not each.transport.is_closing()]
         if receiving:
             min(receiving, key=lambda each: each.since).transport.close()

@@ -68,8 +68,8 @@ class PromptEncoder:
         if isinstance(prompt, str):
             self._check_length(prompt, "prompt")
             tokens = list(self._tokenizer(prompt).input_ids)
-            start = self._tokenizer.bos_token
-            if start and prompt.startswith(start) and self._tokenizer("").input_ids[:1] == tokens[:1]:
+            bos = [self._tokenizer.bos_token_id]
+            if tokens[:2] == bos * 2 and self._tokenizer("").input_ids[:1] == bos:
                 del tokens[0]  # the text has brought its own
             return tokens
         if unknown := next((token for token in prompt if token >= self._vocabulary), None):
