@@ -17,7 +17,7 @@ from msattn.trainer.signals import end_at_once, end_silently, handle, handled
 
 with handled(end_at_once):
     import typer
-    from typer.core import TyperCommand
+    from typer.core import TyperCommand, TyperGroup
 
 
 class ConfigSection(StrEnum):
@@ -36,6 +36,18 @@ class ConfiguredCommand(TyperCommand):
 
         super().format_help(ctx, formatter)
         write(formatter, command_page(str(ctx.info_name)))
+
+
+class Commands(TyperGroup):
+    """The commands; the name of none is refused with the nearest one, as other names are."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from msattn.trainer.config.values import nearest, shown
+        from msattn.trainer.errors import UserError
+
+        if args and args[0] not in self.commands:
+            raise UserError(f"{shown(args[0])}: no such command{nearest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
 
 
 def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -75,6 +87,7 @@ Data = Annotated[
 
 app = typer.Typer(
     name="msattn",
+    cls=Commands,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -98,6 +111,9 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version.", c
 @app.callback()
 def options(version: Version = False) -> None:
     """Sparse attention for long-context language models: train, evaluate and use gates and query classifiers."""
+    from msattn.trainer.errors import check_working_directory
+
+    check_working_directory()
 
 
 @contextmanager

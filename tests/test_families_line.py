@@ -28,11 +28,11 @@ EVAL = [
 
 @pytest.fixture
 def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model in the folder ``model``, beside a folder ``text``."""
+    """A model in the folder ``mine``, beside a folder ``text``."""
     monkeypatch.chdir(tmp_path)
     model = tiny_model(family, vocab_size=4096, eos_token_id=2)
-    model.save_pretrained("model")
-    PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("model")
+    model.save_pretrained("mine")
+    PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("mine")
     Path("text").mkdir()
     Path("text/essay.txt").write_text(" ".join(WORDS[i * i % len(WORDS)] for i in range(6000)))
     return model
@@ -43,11 +43,11 @@ def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("quick_start")
 def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     served = served_layers(model.config)
-    succeed("train-gate", "--model", "model", *COMMON, *SMALL)
-    succeed("fit-kmeans", "--model", "model", *COMMON, "kmeans.num_buckets=4", "kmeans.num_prompts=4")
+    succeed("train-gate", "--model", "mine", *COMMON, *SMALL)
+    succeed("fit-kmeans", "--model", "mine", *COMMON, "kmeans.num_buckets=4", "kmeans.num_prompts=4")
     sizes = ["qmodel.num_prompts=4", "qmodel.queries_per_prompt=16", "qmodel.batch_queries=8", "qmodel.hidden=8"]
-    succeed("train-qmodel", "--model", "model", *COMMON, *sizes, "train.steps=4", "qmodel.long_range=16")
-    succeed("eval", "--model", "model", *COMMON, *EVAL)
+    succeed("train-qmodel", "--model", "mine", *COMMON, *sizes, "train.steps=4", "qmodel.long_range=16")
+    succeed("eval", "--model", "mine", *COMMON, *EVAL)
     (results,) = Path("outputs").rglob("results.json")
     rows = json.loads(results.read_text())["rows"]
     dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate"))
@@ -56,7 +56,7 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     assert read["score"] == pytest.approx(1, abs=1e-5)
     assert read["extra"]["output_error"] < 1e-8
     assert all(row["extra"]["layers"] in (served, served[1:]) for row in rows if row["task"] == "recall")
-    gate, qmodel = msattn.load("outputs/model/base/gate"), msattn.load("outputs/model/base/qmodel")
+    gate, qmodel = msattn.load("outputs/mine/base/gate"), msattn.load("outputs/mine/base/qmodel")
     assert gate.layer_numbers == qmodel.layers == served
     ids = random_tokens(1, 120)
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -71,9 +71,9 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
 @pytest.mark.usefixtures("quick_start")
 def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
     if sparse:
-        succeed("train-gate", "--model", "model", *COMMON, *SMALL)
+        succeed("train-gate", "--model", "mine", *COMMON, *SMALL)
     tuning = ["train.steps=2", "train.batch_size=1", "train.micro_batch_size=1", "train.num_workers=0", "name=long"]
-    select = ["artifacts.gate=outputs/model/base/gate", "select.sparsity=0.5"] if sparse else ["select.sparsity=0"]
-    succeed("finetune", "--model", "model", *COMMON, *tuning, *select)
-    assert Path("outputs/model/long/model/config.json").exists()
-    assert Path("outputs/model/long/gate").exists() == sparse
+    select = ["artifacts.gate=outputs/mine/base/gate", "select.sparsity=0.5"] if sparse else ["select.sparsity=0"]
+    succeed("finetune", "--model", "mine", *COMMON, *tuning, *select)
+    assert Path("outputs/mine/long/model/config.json").exists()
+    assert Path("outputs/mine/long/gate").exists() == sparse

@@ -1,6 +1,7 @@
 """Exception classes with one-line messages, and functions that report them and end the process."""
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -88,20 +89,42 @@ def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | Ou
     return None
 
 
+class _Output(io.FileIO):
+    """Standard output that keeps the error of its last failed write, after which its buffers may be empty."""
+
+    error: OSError | None = None
+
+    def write(self, content: Any, /) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+
 def output_error() -> UserError | OutputClosed | None:
     """Returns an error if standard output cannot be written."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+        error = raw.error if isinstance(raw, _Output) else None
+    except OSError as failed:
+        error = failed
+    if error is None:
+        return None
+    if isinstance(error, BrokenPipeError):
         return OutputClosed()
-    except OSError as error:
-        return UserError(f"standard output cannot be written ({error.strerror})")
-    return None
+    return UserError(f"standard output cannot be written ({error.strerror})")
 
 
 @contextmanager
 def named_output_errors() -> Iterator[None]:
     """Raises UserError or OutputClosed if standard output cannot be written."""
+    stream = sys.stdout
+    if type(stream) is io.TextIOWrapper and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
+        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+        lines = stream.line_buffering or stream.write_through  # the latter with PYTHONUNBUFFERED
+        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)  # to the end of the process
     try:
         yield
     except OSError as error:
@@ -110,6 +133,14 @@ def named_output_errors() -> Iterator[None]:
         raise found from error
     if (found := output_error()) is not None:
         raise found
+
+
+def check_working_directory() -> None:
+    """Raises UserError if the working directory was deleted: paths mean nothing there, and libraries fail or abort."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from error
 
 
 def free_space(path: Path) -> str:
@@ -191,6 +222,7 @@ def run_program(program: Callable[[], int | None]) -> NoReturn:
     """
     try:
         with named_output_errors():
+            check_working_directory()
             code = program() or 0
     except (UserError, Fault, TrainingDiverged, KeyboardInterrupt) as error:
         code = report_error(error)

@@ -1,12 +1,13 @@
 """Forked processes that are stopped at a chosen file operation, or in which the operation fails."""
 
+import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -64,17 +65,22 @@ def _run(body: Callable[[], None], output: Path | None) -> None:
         os._exit(code)
 
 
-def redirect(path: Path, *descriptors: int) -> None:
+def redirect(path: Path, *descriptors: int, buffered: bool = True) -> None:
     """Lets the file ``path`` take the place of ``descriptors``, 1 for stdout and 2 for stderr."""
     with path.open("ab") as file:
         for descriptor in descriptors:
-            replace_stream(descriptor, file.fileno())
+            replace_stream(descriptor, file.fileno(), buffered=buffered)
 
 
-def replace_stream(descriptor: int, by: int) -> None:
-    """Lets the open file ``by`` take the place of stdout (1) or stderr (2), also of those that pytest has put there."""
+def replace_stream(descriptor: int, by: int, *, buffered: bool = True) -> None:
+    """Lets the open file ``by`` take the place of stdout (1) or stderr (2), also of those that pytest has put there.
+
+    Streams without a buffer are those of PYTHONUNBUFFERED.
+    """
     os.dup2(by, descriptor)
-    setattr(sys, {1: "stdout", 2: "stderr"}[descriptor], os.fdopen(descriptor, "w", closefd=False))
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    stream = io.TextIOWrapper(cast("BinaryIO", io.BufferedWriter(raw) if buffered else raw), write_through=not buffered)
+    setattr(sys, {1: "stdout", 2: "stderr"}[descriptor], stream)
 
 
 def on_each_change(action: Callable[[int], None]) -> None:

@@ -54,6 +54,8 @@ VALUES: dict[str, Any] = {  # the text of a value, and its meaning in Hydra's gr
     "{a:1}": {"a": 1},
     "${nowhere}": None,
     "${oc.env:MSATTN_HOSTILE}": "from the environment",
+    "'${oc.env:MSATTN_HOSTILE}'": "from the environment",  # quotes do not change that, a backslash does
+    "'\\${oc.env:MSATTN_HOSTILE}'": "${oc.env:MSATTN_HOSTILE}",
     "???": None,
     "x" * 10_000: "x" * 10_000,
     "'a\0b'": "a\0b",
@@ -236,6 +238,7 @@ ENDINGS: list[list[str]] = [
     *([option, path] for option in ("--model", "--data", "--config-dir", "--prompt-file") for path in PATHS),
     *(["--cfg", text] for text in ("", "x", "JOB", "\0", LONG)),
     *(["--multirun", text] for text in ("--chat", "seed=1,x", "seed=range(0,1000000000)", "seed=range(0,inf)")),
+    *(["--multirun", text] for text in ("seed=glob(*)", "seed=range(3,3)", "model=glob(x)")),
     *(["--multirun", text] for text in ("seed=range(0,1,0.0)", "hydra.sweep.dir='a\0b'", f"name={LONG}", "seed=1,-1")),
     *([text] for text in ("", " ", "\0", "\udce9", "\n", "=", "==", "@", "~", "+", *OPTIONS.split(" "))),
     ["--model", "tiny", "model=tiny"],

@@ -82,7 +82,8 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("trian-gate", "No such command 'trian-gate'. Did you mean 'train-gate', 'train-mta'?"),
+        ("trian-gate", "trian-gate: no such command (did you mean train-gate?)"),
+        ("gen", "gen: no such command (did you mean generate?)"),
         ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
         ("train-gate model=lama3", "model=lama3: accepted are gemma3_270m, lab, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
@@ -99,6 +100,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps='many': accepted is an integer"),
+        ("fit-kmeans -m kmeans.num_buckets=glob(*)", "--multirun: kmeans.num_buckets=glob(*): no value"),
         ("generate", "give one of --prompt and --prompt-file"),
         ("generate --chat -m seed=1,2", "--chat: there is one chat at a time"),
         ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
@@ -136,7 +138,7 @@ def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None
 
 
 def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
-    folder = here / "it's mine"
+    folder = here / "it's ${oc.env:HOME}"
     (folder / "gate").mkdir(parents=True)
     (folder / "gate" / "wide.yaml").write_text("defaults: [default, _self_]\nhidden: 256\n")
     code, _, err = msattn("train-gate", "--config-dir", str(folder), "gate=wide")

@@ -86,10 +86,16 @@ def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
     shutil.copytree(SHIPPED, "outputs/other/base")
     shutil.copytree(SHIPPED / "gate", "outputs/copy/base/gate")
     Path("outputs/other/base/qmodel/manifest.json").write_text("{")
-    found = dict(doctor_model("copy"))["artifacts"].splitlines()
+    rows = dict(doctor_model("copy"))
+    found = rows["artifacts"].splitlines()
     assert found[0] == "gate: outputs/copy/base/gate"
     assert found[1].startswith("gate: outputs/other/base/gate, made for ")
     assert "manifest.json is not valid JSON" in found[3]
+    assert rows["next"] == "msattn eval --model copy"
+    shutil.rmtree("outputs/copy")
+    rows = dict(doctor_model("copy"))
+    assert rows["artifacts"].startswith("gate: outputs/other/base/gate, made for ")
+    assert "msattn train-gate --model copy --data FILE" in rows["next"], "no command finds those of another model"
     assert "gate: shipped with msattn" in dict(doctor_model("tiny"))["artifacts"]
     write_config(here / "mine")
     assert dict(doctor_model("mine"))["artifacts"].count("gate:") == 0

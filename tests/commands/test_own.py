@@ -36,6 +36,15 @@ def test_a_folder_is_a_model_with_sizes_that_fit(tmp_path: Path, capsys: pytest.
     assert compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
 
 
+def test_folders_called_model_have_the_name_of_their_parent_too(tmp_path: Path) -> None:
+    names = []
+    for parent in ("a", "B"):
+        (tmp_path / parent / "model").mkdir(parents=True)
+        (tmp_path / parent / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+        names.append(compose("eval", own_overrides(str(tmp_path / parent / "model"), None)).model.name)
+    assert names == ["a-model", "b-model"]
+
+
 def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder(tmp_path))
 

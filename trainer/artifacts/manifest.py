@@ -146,6 +146,8 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     if differing:
         field = differing[0]
         warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+        if made_for.get("id") == fingerprint.get("id"):
+            warning += "; both have this name, so another model.name= keeps their artifacts apart"
     elif made_for.get("weights_hash") is None:
         warning = f"{origin}: its manifest does not identify the weights of that model, so they were not compared"
     elif unknown:

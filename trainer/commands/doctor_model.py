@@ -72,9 +72,9 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
     yield "sparse", f"{which}: prompts with gates or a baseline, new tokens with buckets"
     yield "dense", "\n".join(_dense(cfg, config, served))
     yield from _break_even(cfg, key_bytes, length)
-    found = list(_artifacts(cfg, config, outputs))
-    yield "artifacts", "\n".join(found) or f"none in {outputs}"
-    yield "next", "\n".join(_next(cfg, trained=bool(found)))
+    own, others = _artifacts(cfg, config, outputs)
+    yield "artifacts", "\n".join([*own, *others]) or f"none in {outputs}"
+    yield "next", "\n".join(_next(cfg, trained=bool(own)))
 
 
 def _refusal(config: "PreTrainedConfig") -> str | None:
@@ -98,7 +98,7 @@ def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int])
             reasons.setdefault(each.kept, []).append(each.layer)
     for reason, layers in reasons.items():
         yield f"layers {_numbers(layers)}, each because {reason}"
-    by_default = [layer for layer in served if layer in (cfg.dense_layers or (0,))]
+    by_default = [layer for layer in served if layer in ((0,) if cfg.dense_layers is None else cfg.dense_layers)]
     if by_default:
         yield f"new tokens in layer {_numbers(by_default)}, by default (dense_layers)"
     yield "whatever is below break-even"
@@ -136,25 +136,29 @@ def _tokens(tokens: int, longest: int) -> str:
     return f"{tokens:,} tokens" if tokens <= longest else "beyond the context"
 
 
-def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> Iterator[str]:
-    """Yields the artifacts for models of this configuration in ``outputs``, and the shipped ones of the embedded model."""
+def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> tuple[list[str], list[str]]:
+    """Returns the artifacts that commands find for this model, also the shipped ones, and others of its configuration."""
     from msattn.trainer import artifacts
     from msattn.trainer.artifacts.manifest import SHAPE_FIELDS, read_manifest
     from msattn.trainer.models.identity import config_fingerprint
 
-    own = config_fingerprint(config)
+    own, others, expected = list[str](), list[str](), config_fingerprint(config)
     for run in sorted(outputs.glob("*/*")):
         for kind, folder in artifacts.artifacts_of_run(run).items():
             try:
                 made_for = read_manifest(folder, folder)["model"]
             except UserError as error:
-                yield str(error)
+                others.append(str(error))
                 continue
-            if all(made_for[key] == own[key] for key in (*SHAPE_FIELDS, "config_hash")):
-                other = "" if run.parent.name == cfg.model.name else f", made for {made_for['id']}"
-                yield f"{kind}: {folder}{other}"
+            if any(made_for[key] != expected[key] for key in (*SHAPE_FIELDS, "config_hash")):
+                continue
+            if run.parent.name == cfg.model.name:
+                own.append(f"{kind}: {folder}")
+            else:
+                others.append(f"{kind}: {folder}, made for {made_for['id']}")
     if cfg.model.is_embedded:
-        yield from (f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED))
+        own += [f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED)]
+    return own, others
 
 
 def _next(cfg: "GenerateConfig", *, trained: bool) -> list[str]:

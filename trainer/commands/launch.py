@@ -18,6 +18,7 @@ from msattn.trainer import config as schemas
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, typed_config, with_search_path, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.config import JobConfig, typed
+from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, disk_error, first_line, free_space
 from msattn.trainer.signals import raised
 
@@ -139,7 +140,11 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
     if not math.prod(map(_number_of_values, parsed)) <= MOST_JOBS:
         raise UserError(f"--multirun: accepted are at most {MOST_JOBS:,} jobs")
-    for number, point in enumerate(split(parsed, max_batch_size=None)[0]):
+    points = split(parsed, max_batch_size=None)[0]
+    if not points:
+        empty = next(each for each in parsed if each.is_sweep_override() and not any(each.sweep_string_iterator()))
+        raise UserError(f"--multirun: {shown(empty.input_line)}: no value; glob() takes those of the options of a group that fit")
+    for number, point in enumerate(points):
         try:
             _check_text(typed_config(compose_raw(hydra, command, [*given.hydra, *point]), command), command)
         except UserError as error:

@@ -59,7 +59,10 @@ def _model_overrides(model: str, command: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
         positions = _positions(model)
     path = Path(os.path.expanduser(model)).resolve()
-    name = re.sub(r"[^\w.-]+", "-", path.stem if path.suffix.lower() == GGUF else path.name).lower()
+    name = path.stem if path.suffix.lower() == GGUF else path.name
+    if name == "model":  # of the folders that finetune writes, and of many others
+        name = f"{path.parent.name}-{name}".lstrip("-")
+    name = re.sub(r"[^\w.-]+", "-", name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes and command not in ANSWERING:  # which read few of them
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))

@@ -51,6 +51,7 @@ def folder_name(key: str, value: str) -> None:
 def nearest(key: str, accepted: Collection[str]) -> str:
     """Returns the hint `` (did you mean X?)`` for the accepted key nearest to ``key``, or an empty string."""
     near = [] if key in accepted else difflib.get_close_matches(key, accepted, n=1)
+    near = near or [each for each in accepted if key and each.startswith(key) and each != key]
     return f" (did you mean {near[0]}?)" if near else ""
 
 
