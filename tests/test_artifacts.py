@@ -60,6 +60,10 @@ def test_read_returns_what_write_stored(folder: Path) -> None:
     assert sorted(p.name for p in folder.parent.iterdir()) == ["gate"]
 
 
+def test_equal_weights_are_equal_bytes(tmp_path: Path) -> None:
+    assert len({(save(tmp_path / str(run)) / "model.safetensors").read_bytes() for run in range(8)}) == 1
+
+
 def test_model_card_has_front_matter_and_metrics(folder: Path) -> None:
     save(folder)
     head, text = (folder / "README.md").read_text().split("---\n")[1:]

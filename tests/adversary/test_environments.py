@@ -10,8 +10,8 @@ import pytest
 from tests.adversary.tries import REFUSED, Tries, output_fault
 
 LINES = [
-    "help", "help gate", "eval --help", "eval --cfg job", "doctor", "doctor tiny", "demo", "bench", "serve", "train-gate -m seed=1,2",
-    "generate --prompt a", "push outputs/tiny/base a/b", "import-gate theirs --out gate",
+    "help", "help gate", "eval --help", "eval --cfg job", "doctor", "doctor tiny", "demo", "bench", "serve",
+    "train-gate -m seed=1,2", "generate --prompt a", "push outputs/tiny/base a/b", "import-gate theirs --out gate",
 ]  # fmt: skip
 
 

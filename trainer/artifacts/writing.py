@@ -26,6 +26,7 @@ from msattn.trainer.artifacts.manifest import (
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import finite
+from msattn.trainer.storage.hashes import save_tensors
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
 
@@ -98,7 +99,6 @@ def write(
     if kind not in KINDS:
         raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")
     import yaml
-    from safetensors.torch import save
 
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -117,7 +117,6 @@ def write(
     }
     manifest["checksum"] = checksum(json.loads(json.dumps(manifest)), config_text)  # of the lists that JSON makes of tuples
     files = {
-        WEIGHTS: save(stored, metadata={"kind": kind, "format_version": str(FORMAT_VERSION)}),
         CONFIG: config_text.encode(),
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),
         CARD: artifact_card(manifest).encode(),
@@ -125,6 +124,7 @@ def write(
     with locked(folder):
         check_writable(folder, overwrite)
         with replace_folder(folder) as new:
+            save_tensors(new / WEIGHTS, stored, {"kind": kind, "format_version": str(FORMAT_VERSION)})
             for name, content in files.items():
                 (new / name).write_bytes(content)
     return folder

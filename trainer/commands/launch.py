@@ -143,7 +143,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     points = split(parsed, max_batch_size=None)[0]
     if not points:
         empty = next(each for each in parsed if each.is_sweep_override() and not any(each.sweep_string_iterator()))
-        raise UserError(f"--multirun: {shown(empty.input_line)}: no value; glob() takes those of the options of a group that fit")
+        raise UserError(f"--multirun: {shown(empty.input_line)}: no value; glob() is for the options of a group")
     for number, point in enumerate(points):
         try:
             _check_text(typed_config(compose_raw(hydra, command, [*given.hydra, *point]), command), command)

@@ -1,6 +1,7 @@
 """Hashes of files and folders, and files of tensors that hold a hash of their content: a damaged file counts as missing."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,4 +85,20 @@ def write_hashed(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
     OSError, SafetensorError : the file cannot be written.
     """
     with replace_file(path) as new:
-        save_file(tensors, new, metadata=metadata | {"hash": digest(tensors, metadata)})
+        save_tensors(new, tensors, metadata | {"hash": digest(tensors, metadata)})
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, the same bytes each time: the library itself writes metadata in random order.
+
+    Raises
+    ------
+    OSError, SafetensorError : the file cannot be written.
+    """
+    save_file(tensors, path, metadata=metadata)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = metadata
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))

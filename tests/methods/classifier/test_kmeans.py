@@ -1,6 +1,7 @@
 """Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and two ranks."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def test_batched_objective_matches_faiss(num_buckets: int) -> None:
         torch.testing.assert_close(centroids.norm(dim=-1), torch.ones(4, num_buckets))
     # Each seed ends in another local optimum, so that only the mean over heads is comparable.
     assert mean_objective(points, batched) == pytest.approx(mean_objective(points, faiss), rel=0.01)
+
+
+@pytest.mark.parametrize("fit", [batched_kmeans, faiss_kmeans])
+def test_as_many_points_as_buckets_are_unit_centroids(fit: Callable[..., Tensor]) -> None:
+    points = blobs(num_points=8)
+    torch.testing.assert_close(fit(points, 8, 2, 0).norm(dim=-1), torch.ones(2, 8))
 
 
 def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:

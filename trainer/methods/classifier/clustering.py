@@ -86,10 +86,11 @@ def faiss_kmeans(
     for head in points:
         clustering = faiss.Clustering(size, num_buckets, settings)
         clustering.train(head.float().cpu().numpy(), index)
-        centroids = faiss.vector_float_to_array(clustering.centroids).reshape(num_buckets, size)
-        result.append(torch.from_numpy(centroids).to(points.device))
+        of_head = faiss.vector_float_to_array(clustering.centroids).reshape(num_buckets, size)
+        result.append(torch.from_numpy(of_head).to(points.device))
         advance(1)
-    return torch.stack(result)
+    centroids = torch.stack(result)
+    return centroids if num_points > num_buckets else normalize(centroids, dim=-1)  # Faiss returns the points as they are
 
 
 def flat_index(faiss: Any, size: int, device: torch.device) -> Any:
