@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Len
-from pydantic import StringConstraints
 from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.config_keys import FileName
 from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
 from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-")  # transformers would read these files instead
-FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
+from pydantic import StringConstraints
 
 Size = Annotated[int, Interval(ge=1, le=2**20)]
 Vocabulary = Annotated[int, Interval(ge=1, le=2**24)]
@@ -16,6 +17,7 @@ Base = Annotated[float, Interval(gt=1, le=1e12)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Experts = Annotated[int, Interval(ge=1, le=4096)]
+FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
 Activation = Literal["silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2"]
 
 

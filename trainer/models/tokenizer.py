@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Interval
 
 from msattn.trainer.errors import UserError, only_errors
+from msattn.trainer.models.config_keys import FileName
 from msattn.trainer.models.gguf import gguf_metadata, gguf_tokenizer
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
@@ -22,6 +23,7 @@ VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
 )
 TEMPLATES = "additional_chat_templates"  # a folder of further templates
 SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
+OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")  # which it reads, too
 LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500  # some regular expressions fail on long texts only
 PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT  # a text to encode and decode
 
@@ -71,6 +73,7 @@ class Settings:
     padding_side: Literal["left", "right"] | None = None
     truncation_side: Literal["left", "right"] | None = None
     auto_map: dict[str, Any] | list[Any] | None = None
+    fast_tokenizer_files: list[FileName] | None = None  # for versions of transformers, read instead of tokenizer.json
 
 
 def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
@@ -112,6 +115,8 @@ def _check_files(files: ModelFiles) -> None:
     extra = () if files.folder is None else sorted((files.folder / TEMPLATES).glob("*.jinja"))
     for name in (VOCABULARY, TEMPLATE, *(f"{TEMPLATES}/{path.name}" for path in extra)):
         files.text(name)
+    for name in (*OTHERS, *(settings.fast_tokenizer_files or ())):
+        files.check(name)
 
 
 def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -93,6 +93,12 @@ class ModelFiles:
             check_contained(found, root_of_links(found.parents[len(Path(file).parts) - 1]), f"{self.name}: {file}")
         return found
 
+    def check(self, file: str) -> None:
+        """Raises UserError as :meth:`find`, or if a file that libraries will read is larger than :data:`MAX_BYTES`."""
+        path = self.find(file)
+        if path is not None and path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{self.name}: {file} is larger than {MAX_BYTES / 1e6:g} MB")
+
     def text(self, file: str) -> str | None:
         """Returns the text of a file; None if there is none. Errors as :func:`msattn.trainer.storage.documents.read_text`."""
         path = self.find(file)
