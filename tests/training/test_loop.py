@@ -100,10 +100,15 @@ def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterr
             raise Stopped
 
     cut.register_forward_pre_hook(stop)
+    often = replace(TRAIN, log_every=1)
     with pytest.raises(Stopped):
-        run(cut, tmp_path)
+        run(cut, tmp_path, often)
+    logged = metrics_lines(tmp_path)
     again = Regression()
-    summary = run(again, tmp_path, resume=True)
+    summary = run(again, tmp_path, often, resume=True)
+    steps = [line["step"] for line in metrics_lines(tmp_path)]
+    assert steps == list(range(1, 13)), "no step stands twice"
+    assert metrics_lines(tmp_path)[: stopped_after // 4 * 4] == logged[: stopped_after // 4 * 4]
     assert again.calls == 2 * (12 - stopped_after // 4 * 4)
     assert summary.steps == 12
     assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))

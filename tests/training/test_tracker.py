@@ -19,8 +19,9 @@ from tests.running import metrics_lines
 NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
 
 
-def start(cfg: TrackerConfig, folder: Path) -> Tracker:
-    return Tracker.start(cfg, folder=folder, run_name="name", config={"lr": 0.1}, job="train-gate", tags=["tiny", "base"])
+def start(cfg: TrackerConfig, folder: Path, **options: Any) -> Tracker:
+    settings: dict[str, Any] = {"config": {"lr": 0.1}, "job": "train-gate", "tags": ["tiny", "base"]}
+    return Tracker.start(cfg, folder=folder, run_name="name", **settings, **options)
 
 
 def fake_artifact(folder: Path) -> Path:
@@ -103,6 +104,21 @@ def test_metrics_are_written_at_once_to_a_file_in_a_new_folder(tmp_path: Path) -
     assert found[3] == {"summary": {"best": 0.5, "by_task": {"needle": None}}}
 
 
+@pytest.mark.parametrize(("offset", "steps", "kept"), [(0, 0, []), (0, 3, [1, 3]), (2, 0, [1]), (0, 9, [1, 3, 4])])
+def test_lines_after_a_checkpoint_are_cut(tmp_path: Path, offset: int, steps: int, kept: list[int]) -> None:
+    with start(NONE, tmp_path) as tracker:
+        for step in (1, 3, 4):
+            tracker.log({"loss": 2.5}, step)
+        tracker.summary({"best": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    with start(NONE, tmp_path) as tracker:
+        tracker.offset = offset
+        tracker.cut(steps)
+        tracker.log({"loss": 0.0}, 7)
+    assert [line["step"] for line in metrics_lines(tmp_path)] == [*kept, 7 + offset]
+
+
 def test_only_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setitem(sys.modules, "wandb", None)  # must not be imported
@@ -141,7 +157,7 @@ class FakeRun:
         self.logged: list[tuple[dict[str, Any], int | None]] = []
         self.summary: dict[str, Any] = {}
         self.finished = False
-        self.name = "name"
+        self.name, self.id = "name", "abc123"
         self.artifacts: list[Any] = []
         self.aliases: list[str] | None = None
         self.sent = FakeArtifact()
@@ -177,6 +193,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "Image", lambda path: f"picture {path}")
     return started
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]]) -> None:
+    for resume in (False, True, False):
+        with start(WANDB, tmp_path, resume=resume):
+            pass
+    assert [(options["id"], options["resume"]) for _, options in runs] == [(None, None), ("abc123", "allow"), (None, None)]
 
 
 @pytest.mark.slow

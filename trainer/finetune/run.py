@@ -80,14 +80,14 @@ def finetune(cfg: FinetuneConfig) -> Path:
         checkpoint_activations(loaded.model)
     work, config = folder.parent / "runs" / "finetune", asdict(cfg)
     with Tracker.of_job(cfg, "finetune", folder=work, run_name=f"{cfg.model.name}-{cfg.name}") as tracker:
-        if gate is not None and gate.artifact is not None:
-            tracker.use_artifact(gate.artifact)
         with tuner.attached(), sdpa_kernel(SDPA_PRIORITY, set_priority=True):
             items: Dataset[dict[str, Tensor]] = chunks
             if cfg.tasks > 0:
                 length = cfg.train.steps * cfg.train.batch_size
                 items = RetrievalMixture(chunks, loaded.tokenizer, share=cfg.tasks, length=length, seed=cfg.seed)
             result = _fit(cfg, tuner, items, heldout, work, tracker, _settings(cfg, loaded, chunks, gate))
+        if gate is not None and gate.artifact is not None:
+            tracker.use_artifact(gate.artifact)
         metrics = without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
         tracker.summary(metrics)
         facts = {"from": loaded.fingerprint, "config": config, "data": chunks.fingerprint, "metrics": metrics}

@@ -115,6 +115,7 @@ def fit(
         if previous.steps >= train.steps:
             load_weights(module, last)
             return previous
+    tracker.cut(previous.steps)
 
     if train.compile:
         module.compile(dynamic=False)

@@ -21,8 +21,8 @@ from msattn.trainer.training.wandb_run import WandbRun
 class Tracker:
     """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
-    Only rank 0 writes. A resumed run appends to the file; of several lines with the same step the last one is valid. On a full
-    disk lines are dropped as a whole with one message, and the run continues.
+    Only rank 0 writes. A resumed run appends to the file, see :meth:`cut`, and to the same wandb run. On a full disk lines are
+    dropped as a whole with one message, and the run continues.
 
     Attributes
     ----------
@@ -46,8 +46,11 @@ class Tracker:
         job : the command.
         after_work : the results are already written: if wandb fails to start, a warning says so, and only the file is written.
         """
+        config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:
-            return cls.start(cfg.tracker, folder=folder, run_name=run_name, config=asdict(cfg), job=job, tags=cfg.tags)
+            return cls.start(
+                cfg.tracker, folder=folder, run_name=run_name, config=config, job=job, tags=cfg.tags, resume=resume
+            )
         except UserError as error:
             if not after_work:
                 raise
@@ -64,8 +67,11 @@ class Tracker:
         config: dict[str, Any],
         job: str = "",
         tags: Sequence[str] = (),
+        resume: bool = False,
     ) -> "Tracker":
         """Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key).
+
+        With ``resume`` the wandb run is that of the run before in this folder, if there was one.
 
         Raises
         ------
@@ -77,8 +83,20 @@ class Tracker:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             if cfg.kind != "none":
-                run = WandbRun.start(cfg, folder, run_name, config, job, tags)
+                run = WandbRun.start(cfg, folder, run_name, config, job, tags, resume=resume)
         return cls(folder, run, writes=writes)
+
+    def cut(self, steps: int) -> None:
+        """Removes what an earlier run in this folder logged after its optimizer step ``steps``, from which this one goes on."""
+        if self._file is None:
+            return
+        kept = 0
+        with open(self._file.name, "rb") as file:
+            for line in file:
+                if not _is_until(line, self.offset + steps):
+                    break
+                kept += len(line)
+        self._file.truncate(kept)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Records ``metrics`` (name -> number) at optimizer step ``step``."""
@@ -160,6 +178,14 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    """Returns whether a line, which may be damaged, was logged at ``step`` or before; the results of a run follow its steps."""
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _weights_hash(folder: Path) -> str:

@@ -16,6 +16,7 @@ NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # what the name of a wandb artifa
 UPLOAD_SECONDS = 1800  # after which a run no longer waits for its upload
 ALIAS_LENGTH = 16  # characters of a content hash
 SETTINGS = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
+RUN_ID = "wandb-run-id"  # file beside the checkpoints
 LONG_KEYS = ("tensors", "details")  # of a manifest; they are in the uploaded file
 
 
@@ -34,7 +35,15 @@ class WandbRun:
 
     @classmethod
     def start(
-        cls, cfg: TrackerConfig, folder: Path, run_name: str, config: dict[str, Any], job: str, tags: Sequence[str]
+        cls,
+        cfg: TrackerConfig,
+        folder: Path,
+        run_name: str,
+        config: dict[str, Any],
+        job: str,
+        tags: Sequence[str],
+        *,
+        resume: bool = False,
     ) -> "WandbRun":
         """Starts a run, offline without an API key.
 
@@ -42,6 +51,7 @@ class WandbRun:
         ----------
         job : the command, wandb's ``job_type``.
         tags : what the command worked on, e.g. model and name; they also name its artifacts.
+        resume : continues the run whose id is in ``folder``, if there is one.
 
         Raises
         ------
@@ -54,8 +64,11 @@ class WandbRun:
         try:
             # Online mode without a key would prompt or fail, so the mode is chosen first.
             mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+            run_id = _run_id(folder) if resume else None
             with _without_arguments():
                 run = wandb.init(
+                    id=run_id,
+                    resume="allow" if run_id else None,
                     project=cfg.project,
                     name=run_name,
                     group=cfg.group,
@@ -66,6 +79,7 @@ class WandbRun:
                     mode=mode,  # pyrefly: ignore[bad-argument-type]
                     settings=wandb.Settings(silent=True, console="off"),
                 )
+            (folder / RUN_ID).write_text(run.id)
         except (wandb.Error, ValueError, OSError) as error:  # of settings in the environment, and of its service
             raise UserError(
                 f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
@@ -157,6 +171,13 @@ class WandbRun:
             if what not in self._failed:
                 print_once(f"warning: tracker=wandb: sending {what} failed ({_reason(error)}); the files here are complete")
             self._failed.add(what)
+
+
+def _run_id(folder: Path) -> str | None:
+    """Returns the id of the wandb run that was started in ``folder``; None if there was none."""
+    path = folder / RUN_ID
+    found = path.read_text(errors="replace") if path.is_file() else ""
+    return found if re.fullmatch(r"[\w-]{1,64}", found) else None
 
 
 def is_set_up() -> bool:
