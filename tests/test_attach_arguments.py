@@ -103,6 +103,12 @@ def test_wrong_forms_are_refused(model: Any, options: dict[str, Any], message: s
         pass
 
 
+def test_a_model_in_double_precision_is_refused_before_it_runs() -> None:
+    model = tiny_model().double()
+    with pytest.raises(msattn.UserError, match=r"model\.dtype=float64: accepted are"), msattn.attach(model, select="quest"):
+        pass
+
+
 def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) -> None:
     run = tmp_path / "base"
     shutil.copytree(SHIPPED / "gate", run / "gate")

@@ -205,7 +205,8 @@ def test_models(tries: Tries) -> None:
         tries.python(f"{call}: {name}", partial(calls[call], values[name]))
 
 
-STEPS = ("enter", "leave", "enable", "disable", "run", "copy", "pickle", "compile", "tokens", "wrong")
+COPIES: dict[str, Callable[[Any], Any]] = {"copy": copy.deepcopy, "shallow copy": copy.copy, "pickle": pickle.dumps}
+STEPS = ("enter", "leave", "enable", "disable", "run", *COPIES, "compile", "tokens", "wrong")
 
 
 def test_calls_out_of_order(tries: Tries) -> None:
@@ -240,8 +241,8 @@ def test_calls_out_of_order(tries: Tries) -> None:
                 if context is not None:
                     context.__exit__(None, None, None)
                     context = None
-            elif step in ("copy", "pickle"):
-                twin = partial(copy.deepcopy, base) if step == "copy" else partial(pickle.dumps, base)
+            elif step in COPIES:
+                twin = partial(COPIES[step], base)
                 tries.python(case, twin, lambda found: True, accepted=not on)
             else:
                 tries.python(case, run, lambda found, on=on: torch.equal(found, results[on]), accepted=True)

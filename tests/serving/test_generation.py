@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import BucketLayer
@@ -67,6 +68,28 @@ def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None
         batch = generate(model, ids, mask)
         for number, row in enumerate(rows):
             close(batch[:, number], generate(model, row[None])[:, 0])
+
+
+@torch.no_grad()
+def test_pad_tokens_in_a_text_are_tokens(where: str) -> None:
+    """Also those that an attached assistant generates; padding is what stands before a text."""
+    model, assistant, ids = tiny_model().to(where), tiny_model(seed=1).to(where), random_tokens(1, 50).to(where)
+    plain = {"max_new_tokens": 20, "do_sample": False}
+    given = model.generate(ids, **plain, attention_mask=torch.ones_like(ids))
+    pad = int(given[0, 55])
+    assistant.generation_config.pad_token_id = model.generation_config.pad_token_id = pad
+    with attach(assistant, **ROUTED):
+        drafted = model.generate(ids, **plain, attention_mask=torch.ones_like(ids), assistant_model=assistant)
+    assert torch.equal(drafted, given)
+    text = torch.cat([torch.full_like(ids[:, :7], pad), given], 1)
+    mask = (torch.arange(text.shape[1], device=where) >= 7).long()[None]
+    expected = model.generate(text, **plain, attention_mask=mask)
+    with attach(model, **ALL_BUCKETS):
+        assert torch.equal(model.generate(text, **plain), expected)
+        right = torch.cat([text, text.flip(1)])
+        right[0, -3:] = pad
+        with pytest.raises(UserError, match="left padding only"):
+            model.generate(right, **plain)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving.attach import attach
@@ -29,6 +29,20 @@ def test_caches_that_cannot_be_taken_over_are_named() -> None:
         for name, cache in caches.items():
             with pytest.raises(UserError, match=f"past_key_values: {name}.*accepted are DynamicCache and StaticCache"):
                 model(ids, past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_static_cache_has_as_many_positions_as_its_owner_gave_it() -> None:
+    model, ids = tiny_model(), random_tokens(1, 60)
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    with attach(model, **ROUTED):
+        with pytest.raises(UserError, match="max_cache_len=59: 60 tokens need as many positions"):
+            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=59))
+        model(ids, past_key_values=cache)
+        with pytest.raises(UserError, match="max_cache_len=60: 61 tokens"):
+            model(ids[:, :1], past_key_values=cache)
+    with attach(model, select="quest"), pytest.raises(UserError, match="max_cache_len=60: 61 tokens"):
+        model(ids[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()

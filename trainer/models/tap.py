@@ -64,11 +64,16 @@ class _Pass(threading.local):
         self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = self.pages = None
 
 
+def refuse_copy() -> NoReturn:
+    """Raises UserError for a copy of an attached model."""
+    raise UserError("model: it is attached, so it cannot be copied or pickled; leave the context (or call disable) first")
+
+
 class NotCopied:
     """Base of the objects whose methods are hooks: copying or pickling an attached model raises UserError."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise UserError("model: it is attached, so it cannot be copied or pickled; leave the context (or call disable) first")
+        refuse_copy()
 
 
 class _LayerTap(NotCopied):

@@ -17,7 +17,7 @@ from msattn.trainer.models.tap import tap
 from msattn.trainer.serving.build import Host, build_sparse
 from msattn.trainer.serving.checks import check_model
 from msattn.trainer.serving.engines.generate_batch import batching
-from msattn.trainer.serving.hooks import hooked
+from msattn.trainer.serving.hooks import hooked, padding_before_text
 from msattn.trainer.serving.loading import load
 from msattn.trainer.serving.options import AttachOptions, takes
 from msattn.trainer.serving.sparse import Sparse
@@ -81,6 +81,7 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
         decoding_steps(decoder(model), sparse, cuda_graphs=options.cuda_graphs),
         batching(model, sparse, cuda_graphs=options.cuda_graphs),
         hooked(decoder(model), sparse),
+        padding_before_text(model),
     ):
         yield sparse
 

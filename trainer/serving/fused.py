@@ -14,21 +14,21 @@ from torch.distributed.tensor import DTensor
 from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm
 from msattn.trainer.models.families import family_of
-from msattn.trainer.models.tap import NotCopied
+from msattn.trainer.models.tap import NotCopied, refuse_copy
 
 
 @contextmanager
 def replaced(module: nn.Module, method: Callable[..., Any], *, name: str = "forward") -> Iterator[None]:
-    """Replaces the method ``name`` of one module inside the context."""
-    before = vars(module).get(name)
-    setattr(module, name, method)
+    """Replaces the method ``name`` of one module inside the context; a copy, which would keep it, raises UserError."""
+    new, attributes = {name: method, "__getstate__": refuse_copy}, vars(module)
+    before = {key: attributes[key] for key in new if key in attributes}
+    attributes.update(new)
     try:
         yield
     finally:
-        if before is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, before)
+        for key in new:
+            del attributes[key]
+        attributes.update(before)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from msattn.trainer.models.families import check_length, num_layers, served_laye
 from msattn.trainer.models.tap import PAGES, NotCopied, is_tapped
 from msattn.trainer.serving.cache.install import check_memory, install_layers
 from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS, BucketLayer
+from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.inputs import check_held, check_inputs
 from msattn.trainer.serving.paged import is_paged
 from msattn.trainer.serving.sparse import Sparse
@@ -36,6 +37,27 @@ def hooked(decoder: nn.Module, sparse: Sparse) -> Iterator[None]:
         hooks.attached = False
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def padding_before_text(model: Any) -> Iterator[None]:
+    """Lets ``generate`` infer a mask only from pad tokens around the text of a row, inside the context.
+
+    transformers masks every pad token of a prompt without a mask, also those that are text, as an assistant may generate them.
+    Padding on the right, which is refused, is there only in a batch of several rows.
+    """
+    original: Any = getattr(model, "_prepare_attention_mask_for_generation", None)
+    if original is None:
+        yield
+        return
+
+    def infer(*args: Any, **kwargs: Any) -> Tensor:
+        mask = original(*args, **kwargs)
+        begun, ended = mask.cumsum(-1) > 0, mask.flip(-1).cumsum(-1).flip(-1) == 0
+        return (begun & ~ended if len(mask) > 1 else begun).long()
+
+    with replaced(original.__self__, infer, name=original.__name__):  # of a PEFT model, the one inside
+        yield
 
 
 class DecoderHooks(NotCopied):

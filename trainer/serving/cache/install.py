@@ -83,14 +83,18 @@ def can_crop(cache: Cache) -> bool:
 
 
 def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Checks that a cache can grow by ``tokens`` on a GPU.
+    """Checks that a cache can grow by ``tokens``.
 
     Raises
     ------
-    UserError : there is not enough free memory; the message says how many bytes are needed.
+    UserError : a static cache has fewer positions; or there is not enough free memory on a GPU, and the message says how many
+        bytes are needed.
     """
     layers = served_layers(config)
-    length, capacity = cache.get_seq_length(), cache.layers[layers[0]].key_buffer.capacity
+    first, length = cache.layers[layers[0]], cache.get_seq_length()
+    capacity, limit = first.key_buffer.capacity, first.max_cache_len
+    if limit is not None and length + tokens > limit:
+        raise UserError(f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many positions")
     if device.type != "cuda" or length + tokens <= capacity:
         return
     size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(layers)

@@ -41,7 +41,11 @@ class GrowingLayer(DynamicLayer):
         Keys after RoPE, and values, ``[B, Hkv, M, D]``.
     pooled : dict
         Pooled keys for gates, by poolings and block size, from the first call of :meth:`pool_keys` on.
+    max_cache_len : int or None
+        Number of tokens that the static layer before it had room for.
     """
+
+    max_cache_len: int | None = None
 
     def __init__(self) -> None:
         self.key_buffer, self.value_buffer = Buffer(), Buffer()
@@ -75,7 +79,8 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = False
 
     def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
-        """Takes the keys and values of another layer, without copying them."""
+        """Takes the keys and values of another layer, without copying them, and the limit of a static one."""
+        self.max_cache_len = getattr(layer, "max_cache_len", None)
         if not layer.is_initialized:
             return
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
