@@ -53,18 +53,22 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     Raises
     ------
     UserError : there is nothing to attach, an artifact has another kind or was made for another model, the model is not
-        supported or already attached, or an argument has another type or is out of range. In a forward pass: ids outside the
-        vocabulary, inputs of another type or shape, no token, or a cache of another model or batch.
+        supported, in double precision or already attached, or an argument has another type or is out of range. In a forward
+        pass: ids outside the vocabulary, inputs of another type or shape, no token, or a cache of another model or batch, or a
+        static one that is full.
 
     Notes
     -----
-    Several threads may run the model at the same time. Copying or pickling the model inside the context raises a UserError, and
-    so does ``backward`` outside the context with activation checkpointing, which runs the forward pass again.
+    Several threads may run the model at the same time. Copying (also ``copy.copy``) or pickling the model inside the context
+    raises a UserError, and so does ``backward`` outside the context with activation checkpointing, which runs the forward pass again.
 
     Passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse with a selection. A cache
     that was filled outside the context is taken over: inverting the rotation recovers its keys before RoPE. With dynamic RoPE
     that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes that are dense because that is
     faster count as ``dense_by_choice``.
+
+    If ``generate`` is given no attention mask, pad tokens before a text are padding, and those in it are tokens; transformers
+    alone masks both. Padding on the right is refused.
 
     ``generate_batch`` and ``init_continuous_batching`` of the model serve many prompts over a paged cache; see
     :meth:`Sparse.batching_config`. Managers end with the context.
