@@ -60,7 +60,8 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     Notes
     -----
     Several threads may run the model at the same time. Copying (also ``copy.copy``) or pickling the model inside the context
-    raises a UserError, and so does ``backward`` outside the context with activation checkpointing, which runs the forward pass again.
+    raises a UserError, and so does ``backward`` outside the context with activation checkpointing, which runs the forward pass
+    again.
 
     Passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse with a selection. A cache
     that was filled outside the context is taken over: inverting the rotation recovers its keys before RoPE. With dynamic RoPE
