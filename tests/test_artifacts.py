@@ -177,5 +177,5 @@ def test_artifacts_of_other_models_are_refused(folder: Path, field: str) -> None
     check_model(found.manifest, MODEL)
     with pytest.raises(UserError, match=f"gate artifact made for someone/some-model: its {field} is"):
         check_model(found.manifest, MODEL | {field: "other", "id": "a copy"})
-    with pytest.raises(UserError, match="both have this name, so another model.name= keeps their artifacts apart"):
+    with pytest.raises(UserError, match=r"both have this name, so another model\.name= keeps their artifacts apart"):
         check_model(found.manifest, MODEL | {field: "other"})
