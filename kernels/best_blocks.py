@@ -18,6 +18,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_best_blocks, check_block_softmax
 from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
@@ -98,19 +99,6 @@ def best_blocks(
     return _best_operator(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend)
 
 
-@torch.library.custom_op("msattn::block_softmax", mutates_args=())
-def _softmax_operator(logits: Tensor, visible: Tensor, backend: str) -> Tensor:
-    if backend == "torch":
-        return reference.block_softmax(logits, visible)
-    with torch.cuda.device_of(logits):
-        return launch_softmax(logits, visible)
-
-
-@_softmax_operator.register_fake
-def _(logits, visible, backend):
-    return logits.new_empty(logits.shape)
-
-
 def _save(ctx, inputs, output):
     ctx.save_for_backward(output)
 
@@ -120,41 +108,15 @@ def _softmax_backward(ctx, gradient):
     return torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype), None, None
 
 
-_softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
-
-
-@torch.library.custom_op("msattn::best_blocks", mutates_args=())
-def _best_operator(
-    scores: Tensor,
-    counts: Tensor,
-    visible: Tensor,
-    always: Tensor,
-    threshold: float,
-    exponent: float,
-    edge_exponent: float,
-    above: float,
-    backend: str,
-) -> Tensor:
-    if backend == "torch":
-        return reference.best_blocks(scores, counts, visible, always, threshold, exponent, edge_exponent, above)
-    with torch.cuda.device_of(scores):
-        return launch_best(scores, counts, visible, always, threshold, exponent, edge_exponent, above)
-
-
-@_best_operator.register_fake
-def _(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend):
-    return scores.new_empty(scores.shape, dtype=torch.bool)
-
-
-def launch_softmax(logits: Tensor, visible: Tensor, warps: int | None = None) -> Tensor:
-    """Launches the softmax kernel; ``warps`` overrides the default, for tuning."""
+def launch_softmax(logits: Tensor, visible: Tensor) -> Tensor:
+    """Launches the softmax kernel."""
     batch, heads, rows, cols = logits.shape
     width = triton.next_power_of_2(cols)
     probabilities = logits.new_empty(logits.shape)
     _block_softmax_kernel[(heads * rows * batch,)](
         logits, visible.view(torch.uint8), probabilities,
         *logits.stride()[:3], *_row_strides(visible), heads, rows, cols, LOG2_E,
-        COLS=width, num_warps=warps or _warps(width),
+        COLS=width, num_warps=_warps(width),
     )  # fmt: skip
     return probabilities
 
@@ -164,13 +126,12 @@ def launch_best(
     counts: Tensor,
     visible: Tensor,
     always: Tensor,
-    threshold: float = math.inf,
-    exponent: float = 0.0,
-    edge_exponent: float = 0.0,
-    above: float = 0.0,
-    warps: int | None = None,
+    threshold: float,
+    exponent: float,
+    edge_exponent: float,
+    above: float,
 ) -> Tensor:
-    """Launches the selection kernel; ``warps`` overrides the default, for tuning."""
+    """Launches the selection kernel."""
     batch, heads, rows, cols = scores.shape
     width = triton.next_power_of_2(cols)
     mask = scores.new_empty(scores.shape, dtype=torch.bool)
@@ -178,9 +139,16 @@ def launch_best(
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
         *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always),
         heads, rows, cols, threshold, exponent, edge_exponent, above,
-        COLS=width, num_warps=warps or _warps(width),
+        COLS=width, num_warps=_warps(width),
     )  # fmt: skip
     return mask
+
+
+_softmax_operator = register_op("block_softmax", launch_softmax, reference.block_softmax, lambda x, *_: x.new_empty(x.shape))
+_softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
+_best_operator = register_op(
+    "best_blocks", launch_best, reference.best_blocks, lambda x, *_: x.new_empty(x.shape, dtype=torch.bool)
+)
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:

@@ -14,12 +14,14 @@ Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need),
 Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_bucket_decode
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -33,10 +35,9 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
-from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
 MAX_SPLITS = 128
@@ -113,50 +114,10 @@ def bucket_decode(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, backend)
-    return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
-
-
-def _compute(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    order: Tensor,
-    probes: Tensor,
-    recent_of: Tensor | None,
-    recent: int,
-    sink: int,
-    scale: float,
-    softcap: float | None,
-    kv_start: Tensor | None,
-    kv_len: Tensor | None,
-    backend: str,
-    counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, counts)
-    return reference.bucket_decode(
-        q, k, v, BucketIndex(offsets, order), probes,
-        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, softcap=softcap,
-        kv_start=kv_start, kv_len=kv_len, counts=counts,
-    )  # fmt: skip
-
-
-# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
-_operator = torch.library.custom_op("msattn::bucket_decode", _compute, mutates_args=())
-_counting_operator = torch.library.custom_op("msattn::bucket_decode_counts", _compute, mutates_args=("counts",))
-
-
-@_operator.register_fake
-@_counting_operator.register_fake
-def _(q, k, v, offsets, order, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, backend, counts=None):
-    statistics = statistics_dtype(q)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics)
-
-
-register_no_gradient(_operator, "bucket_decode")
+    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len)
+    if counts is None:
+        return SparseAttention(*_operator(*arguments, backend))
+    return SparseAttention(*_counting_operator(*arguments, counts, backend))
 
 
 def launch(
@@ -174,16 +135,15 @@ def launch(
     kv_start: Tensor | None,
     kv_len: Tensor | None,
     counts: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches both kernels; ``tile`` overrides the default tile, for tuning.
+    """Launches both kernels.
 
     The grid depends on shapes alone, so that a captured CUDA graph serves any index, probes and lengths.
     """
     batch, q_heads, _, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
-    tile = tile or default_tile(cols, q.element_size())
+    tile = default_tile(cols, q.element_size())
     concurrent = tile.programs * num_sms(q.device)
     splits = one_wave_splits(batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
     if probes.shape[2] > MAX_PROBES:
@@ -206,6 +166,16 @@ def launch(
     lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_splits(part_max, part_sum, part_out, out, lse)
     return out, lse
+
+
+def _reference(offsets: Tensor, order: Tensor, recent_of: Tensor | None, recent: int, **others: Any) -> SparseAttention:
+    recently = recent if recent_of is None else recent_of
+    return reference.bucket_decode(index=BucketIndex(offsets, order), recent=recently, **others)
+
+
+# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
+_operator = register_op("bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD)
+_counting_operator = register_op("bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",))
 
 
 def _distinct(probes: Tensor) -> Tensor:

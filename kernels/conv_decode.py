@@ -22,6 +22,8 @@ heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, o_ offset, m_ m
 key/value head, sequence), where split 0 computes the results at the end of the keys; then the merge kernel.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend
 
@@ -101,32 +103,6 @@ def conv_decode(
     return _operator(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend)
 
 
-@torch.library.custom_op("msattn::conv_decode", mutates_args=())
-def _operator(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    kv_len: Tensor | None,
-    scale: float,
-    splits: int | None,
-    backend: str,
-) -> Tensor:
-    if backend == "triton":
-        with torch.cuda.device_of(q_window):
-            return launch(q_window, k, v, weight, kv_start, kv_len, scale, splits)
-    return reference.conv_decode(q_window, k, v, weight, scale=scale, kv_start=kv_start, kv_len=kv_len)
-
-
-@_operator.register_fake
-def _(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend):
-    return q_window.new_empty((*q_window.shape[:2], 1, q_window.shape[3]))
-
-
-register_no_gradient(_operator, "conv_decode", "use conv_attention, or torch.no_grad()")
-
-
 def launch(
     q_window: Tensor,
     k: Tensor,
@@ -166,6 +142,15 @@ def launch(
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_splits(part_max, part_sum, part_out, out, lse)
     return out
+
+
+def _empty(q_window: Tensor, *others: Any) -> Tensor:
+    return q_window.new_empty((*q_window.shape[:2], 1, q_window.shape[3]))
+
+
+_operator = register_op(
+    "conv_decode", launch, reference.conv_decode, _empty, no_gradient="use conv_attention, or torch.no_grad()"
+)
 
 
 @triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])

@@ -9,7 +9,8 @@ one head's map and computes their visible logits twice, first for maxima and sum
 are not stored. Products are three TF32 products each, nearly as accurate as fp32.
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from msattn.kernels import reference
@@ -17,7 +18,7 @@ from msattn.kernels.common import block_pooling as pooling
 from msattn.kernels.common.block_checks import check_gate_scores
 from msattn.kernels.common.checks import first_query, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
 ROWS = 64  # per tile: the rows of a Hopper tensor core instruction
@@ -80,8 +81,7 @@ def gate_scores(
     return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, backend)
 
 
-@torch.library.custom_op("msattn::gate_scores", mutates_args=())
-def _operator(
+def launch(
     q: Tensor,
     k: Tensor,
     query_weight: Tensor,
@@ -89,39 +89,6 @@ def _operator(
     inv_freq: Tensor | None,
     q_pool: str,
     k_pool: str,
-    block_size: int,
-    kv_start: Tensor | None,
-    backend: str,
-) -> Tensor:
-    given = q, k, query_weight, key_weight, inv_freq
-    pools = q_pool.split(","), k_pool.split(",")
-    if backend == "torch":
-        return reference.gate_scores(*given, q_pool=pools[0], k_pool=pools[1], block_size=block_size, kv_start=kv_start)
-    with torch.cuda.device_of(q):
-        return launch(*given, *pools, block_size, kv_start)
-
-
-@_operator.register_fake
-def _(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, backend):
-    return _result(q, k, len(query_weight), block_size)
-
-
-register_no_gradient(_operator, "gate_scores", "a gate is trained through its logits")
-
-
-def _result(q: Tensor, k: Tensor, heads: int, block_size: int) -> Tensor:
-    rows, cols = ((x.shape[2] + block_size - 1) // block_size for x in (q, k))
-    return q.new_empty((q.shape[0], heads, rows, cols), dtype=statistics_dtype(q))
-
-
-def launch(
-    q: Tensor,
-    k: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    inv_freq: Tensor | None,
-    q_pool: list[str],
-    k_pool: list[str],
     block_size: int,
     kv_start: Tensor | None,
 ) -> Tensor:
@@ -133,9 +100,21 @@ def launch(
     scale = query_weight.shape[1] ** -0.5 * LOG2_E
     gate_q = launch_projection(pooled_q, query_weight, inv_freq, kv_start, num_keys - num_queries, block_size, scale)
     gate_k = launch_projection(pooled_k, key_weight, inv_freq, None, 0, block_size, 1.0)
-    scores = _result(q, k, len(query_weight), block_size)
+    scores = _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size)
     launch_map(gate_q, gate_k, scores, kv_start, num_queries, num_keys, block_size)
     return scores
+
+
+def _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, *others) -> Tensor:
+    rows, cols = ((x.shape[2] + block_size - 1) // block_size for x in (q, k))
+    return q.new_empty((q.shape[0], len(query_weight), rows, cols), dtype=statistics_dtype(q))
+
+
+def _reference(q_pool: str, k_pool: str, **others: Any) -> Tensor:
+    return reference.gate_scores(q_pool=q_pool.split(","), k_pool=k_pool.split(","), **others)
+
+
+_operator = register_op("gate_scores", launch, _reference, _empty, no_gradient="a gate is trained through its logits")
 
 
 def launch_projection(
@@ -146,21 +125,18 @@ def launch_projection(
     offset: int,
     block_size: int,
     scale: float,
-    rows: int = ROWS,
-    warps: int = 8,
 ) -> Tensor:
     """Launches the projection and rotation of pooled blocks ``[B, H, T, P]``.
 
-    Returns gate vectors fp32 ``[B, Hg, T, hidden]``, times ``scale``. The first block is at position ``offset``. ``rows`` and
-    ``warps`` override the defaults, for tuning, as do the last arguments of :func:`launch_map`.
+    Returns gate vectors fp32 ``[B, Hg, T, hidden]``, times ``scale``. The first block is at position ``offset``.
     """
     batch, heads_in, blocks, width = pooled.shape
     heads, hidden, terms = weight.shape
     out = pooled.new_empty((batch, heads, blocks, hidden))
-    _project_kernel[(heads, triton.cdiv(blocks, rows), batch)](
+    _project_kernel[(heads, triton.cdiv(blocks, ROWS), batch)](
         pooled, weight, inv_freq, kv_start, out, heads_in, blocks, offset, scale,
         WIDTH=width, PARTS=terms // width, HIDDEN=hidden, PAIRS=padded_head(hidden // 2), BLOCK=block_size,
-        ROWS=rows, CHUNK=CHUNK, num_warps=warps,
+        ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     return out
 
@@ -173,9 +149,6 @@ def launch_map(
     num_queries: int,
     num_keys: int,
     block_size: int,
-    columns: int = 64,
-    depth: int = 32,
-    warps: int = 4,
 ) -> None:
     """Launches the softmax of base-2 logits ``gate_q gate_k^T`` over visible blocks.
 
@@ -185,8 +158,8 @@ def launch_map(
     hidden = gate_q.shape[3]
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
         gate_q, gate_k, scores, kv_start, num_queries, num_keys, num_keys - num_queries, rows, cols,
-        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=columns, DEPTH=min(depth, padded_head(hidden)),
-        num_warps=warps, num_stages=2 if hidden <= 128 else 1,
+        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(32, padded_head(hidden)),
+        num_warps=4, num_stages=2 if hidden <= 128 else 1,
     )  # fmt: skip
 
 

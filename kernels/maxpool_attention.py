@@ -43,7 +43,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, MaxPoolAttention
 
@@ -111,39 +111,9 @@ def maxpool_attention(
     return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend))
 
 
-@torch.library.custom_op("msattn::maxpool_attention", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    kv_start: Tensor | None,
-    block_size: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, sinks, kv_start, block_size, causal, scale, softcap)
-    return reference.maxpool_attention(
-        q, k, v, block_size=block_size, causal=causal, scale=scale, softcap=softcap, sinks=sinks, kv_start=kv_start
-    )
-
-
-@_operator.register_fake
-def _(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend):
-    statistics = statistics_dtype(q)
+def _empty(q, k, v, sinks, kv_start, block_size, *others):
     blocks = [(x.shape[2] + block_size - 1) // block_size for x in (q, k)]
-    return (
-        torch.empty_like(q),
-        q.new_empty(q.shape[:3], dtype=statistics),
-        q.new_empty((*q.shape[:2], *blocks), dtype=statistics),
-    )
-
-
-register_no_gradient(_operator, "maxpool_attention")
+    return *empty_attention(q), q.new_empty((*q.shape[:2], *blocks), dtype=statistics_dtype(q))
 
 
 def launch(
@@ -156,14 +126,13 @@ def launch(
     causal: bool,
     scale: float,
     softcap: float | None,
-    tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernel; ``tile`` overrides the tuned tile."""
+    """Launches the kernel."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tile or tuned.pick("maxpool_attention", cols, q.dtype, capability(q.device))
+    tile = tuned.pick("maxpool_attention", cols, q.dtype, capability(q.device))
     row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, block_size)
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles
@@ -188,6 +157,9 @@ def launch(
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse, pooled
+
+
+_operator = register_op("maxpool_attention", launch, reference.maxpool_attention, _empty, no_gradient=USE_NO_GRAD)
 
 
 @triton.jit(

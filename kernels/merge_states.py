@@ -5,14 +5,13 @@
 Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``. A program owns ROWS of the B * H * N rows.
 """
 
-import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.decode_checks import check_states
 from msattn.kernels.common.primitives import padded_head, tl, triton
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.types import Backend, SparseAttention
 
 
@@ -45,22 +44,6 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     return SparseAttention(*_operator(outs, lses, resolve_backend(backend, outs, name="outs")))
 
 
-@torch.library.custom_op("msattn::merge_states", mutates_args=())
-def _operator(outs: Tensor, lses: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    if backend == "torch":
-        return reference.merge_states(outs, lses)
-    with torch.cuda.device_of(outs):
-        return launch(outs, lses)
-
-
-@_operator.register_fake
-def _(outs, lses, backend):
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
-
-
-register_no_gradient(_operator, "merge_states")
-
-
 def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Launches the kernel."""
     parts, batch, heads, queries, head = outs.shape
@@ -73,6 +56,13 @@ def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         HEAD=head, COLS=cols, ROWS=rows,
     )  # fmt: skip
     return out, lse
+
+
+def _empty(outs: Tensor, lses: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+
+
+_operator = register_op("merge_states", launch, reference.merge_states, _empty, no_gradient=USE_NO_GRAD)
 
 
 @triton.jit

@@ -21,9 +21,8 @@ from msattn.kernels import reference, tuned
 from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import capability, num_sms, padded_head, tl, triton
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.splits import one_wave_splits
-from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
 
 
@@ -91,37 +90,6 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))
 
 
-@torch.library.custom_op("msattn::nearest_centroid", mutates_args=())
-def _nearest_operator(k: Tensor, centroids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    if backend == "torch":
-        return reference.nearest_centroid(k, centroids)
-    with torch.cuda.device_of(k):
-        return launch(k, centroids)
-
-
-@_nearest_operator.register_fake
-def _(k, centroids, backend):
-    return k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(k.shape[:3], dtype=statistics_dtype(k))
-
-
-@torch.library.custom_op("msattn::bucket_sums", mutates_args=())
-def _sums_operator(k: Tensor, buckets: Tensor, num_buckets: int, backend: str) -> tuple[Tensor, Tensor]:
-    if backend == "torch":
-        return reference.bucket_sums(k, buckets, num_buckets=num_buckets)
-    with torch.cuda.device_of(k):
-        return launch_sums(k, buckets, num_buckets)
-
-
-@_sums_operator.register_fake
-def _(k, buckets, num_buckets, backend):
-    shape = (*k.shape[:2], num_buckets)
-    return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(shape, dtype=torch.int32)
-
-
-register_no_gradient(_nearest_operator, "nearest_centroid")
-register_no_gradient(_sums_operator, "bucket_sums")
-
-
 def precision(dtype: torch.dtype) -> str:
     """Returns the ``input_precision`` of ``tl.dot``.
 
@@ -130,14 +98,11 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
-def launch(k: Tensor, centroids: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Splits the centroids and launches the first kernel.
-
-    ``tile`` (rows: keys, keys: centroids) overrides the default, for tuning.
-    """
+def launch(k: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits the centroids and launches the first kernel; the rows of its tile are keys, the keys centroids."""
     batch, heads, num_keys, head = k.shape
     num_buckets, cols = centroids.shape[1], padded_head(head)
-    tile = tile or tuned.pick("nearest_centroid", cols, k.dtype, capability(k.device))
+    tile = tuned.pick("nearest_centroid", cols, k.dtype, capability(k.device))
     centroids = centroids.contiguous()
     high = centroids.to(k.dtype)
     low = None if k.dtype == torch.float32 else (centroids - high).to(k.dtype)
@@ -151,14 +116,11 @@ def launch(k: Tensor, centroids: Tensor, tile: Tile | None = None) -> tuple[Tens
     return buckets, products
 
 
-def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """Launches the second kernel and adds its splits.
-
-    ``tile`` (rows: buckets, keys: keys) overrides the default, for tuning.
-    """
+def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Launches the second kernel, the rows of whose tile are buckets, and adds its splits."""
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
-    tile = tile or tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
+    tile = tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
     blocks, concurrent = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
     tiles = triton.cdiv(num_keys, tile.keys)
     steps = triton.cdiv(tiles, one_wave_splits(blocks, concurrent, tiles))  # tiles per split
@@ -171,6 +133,19 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int, tile: Tile | None 
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return sums.sum(0), counts.sum(0, dtype=torch.int32)
+
+
+def _empty_nearest(k: Tensor, centroids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(k.shape[:3], dtype=statistics_dtype(k))
+
+
+def _empty_sums(k: Tensor, buckets: Tensor, num_buckets: int, backend: str) -> tuple[Tensor, Tensor]:
+    shape = (*k.shape[:2], num_buckets)
+    return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(shape, dtype=torch.int32)
+
+
+_nearest_operator = register_op("nearest_centroid", launch, reference.nearest_centroid, _empty_nearest, no_gradient=USE_NO_GRAD)
+_sums_operator = register_op("bucket_sums", launch_sums, reference.bucket_sums, _empty_sums, no_gradient=USE_NO_GRAD)
 
 
 @triton.jit

@@ -6,14 +6,15 @@ The results are the inputs of SeerAttention's gate (section 3.1). The kernel is 
 :mod:`msattn.kernels.gate_scores` uses it too.
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_pool_blocks
 from msattn.kernels.common.block_pooling import empty_result, launch
 from msattn.kernels.common.checks import resolve_backend
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.types import Backend
 
 
@@ -52,17 +53,8 @@ def pool_blocks(
     return _operator(x, ",".join(poolings), block_size, start, resolve_backend(backend, x, name="x"))
 
 
-@torch.library.custom_op("msattn::pool_blocks", mutates_args=())
-def _operator(x: Tensor, poolings: str, block_size: int, start: Tensor | None, backend: str) -> Tensor:
-    if backend == "torch":
-        return reference.pool_blocks(x, poolings.split(","), block_size=block_size, start=start)
-    with torch.cuda.device_of(x):
-        return launch(x, poolings.split(","), block_size, start)
+def _reference(poolings: str, **others: Any) -> Tensor:
+    return reference.pool_blocks(poolings=poolings.split(","), **others)
 
 
-@_operator.register_fake
-def _(x, poolings, block_size, start, backend):
-    return empty_result(x, len(poolings.split(",")), block_size)
-
-
-register_no_gradient(_operator, "pool_blocks")
+_operator = register_op("pool_blocks", launch, _reference, empty_result, no_gradient=USE_NO_GRAD)

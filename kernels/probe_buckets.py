@@ -36,6 +36,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
 LOG2_E_, SMALLEST_SUM_ = tl.constexpr(LOG2_E), tl.constexpr(SMALLEST_SUM)
@@ -96,8 +97,7 @@ def probe_buckets(
     return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, chosen)
 
 
-@torch.library.custom_op("msattn::probe_buckets", mutates_args=())
-def _operator(
+def launch(
     q: Tensor,
     weight_in: Tensor,
     bias_in: Tensor,
@@ -107,31 +107,6 @@ def _operator(
     probes: int,
     sizes: Tensor | None,
     threshold: float | None,
-    backend: str,
-) -> Tensor:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
-    return reference.probe_buckets(
-        q, weight_in, bias_in, weight_out, bias_out, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold
-    )
-
-
-@_operator.register_fake
-def _(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, backend):
-    return q.new_empty((len(q), kv_heads, probes), dtype=torch.int32)
-
-
-def launch(
-    q: Tensor,
-    weight_in: Tensor,
-    bias_in: Tensor,
-    weight_out: Tensor,
-    bias_out: Tensor,
-    kv_heads: int,
-    probes: int,
-    sizes: Tensor | None = None,
-    threshold: float | None = None,
 ) -> Tensor:
     """Launches both kernels; the grid depends on shapes alone."""
     batch, q_heads, _, head = q.shape
@@ -159,6 +134,13 @@ def launch(
             num_warps=4, **pdl_args(q.device),
         )  # fmt: skip
     return selected
+
+
+def _empty(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, *others):
+    return q.new_empty((len(q), kv_heads, probes), dtype=torch.int32)
+
+
+_operator = register_op("probe_buckets", launch, reference.probe_buckets, _empty)
 
 
 @triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])

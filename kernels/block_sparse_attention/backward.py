@@ -18,13 +18,15 @@ Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists
 :mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
+from msattn.kernels import reference, tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import compact_columns, compact_rows, find_list
-from msattn.kernels.common.checks import check_layout, query_offset
+from msattn.kernels.common.checks import aligned_gradient, check_layout, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
@@ -39,6 +41,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 
 
@@ -48,18 +51,17 @@ def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    block_mask: Tensor,
     out: Tensor,
     lse: Tensor,
-    block_mask: Tensor,
     kv_start: Tensor | None,
     block_size: int,
     causal: bool,
     scale: float,
     softcap: float | None,
-    dq_tile: tuned.Tile | None = None,
-    dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels and returns dq, dk, dv; tiles override the tuned ones."""
+    """Launches the kernels and returns dq, dk, dv."""
+    dout = aligned_gradient(dout)
     check_layout(dout=dout, q=q, k=k, v=v, out=out)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -73,7 +75,7 @@ def launch(
 
     lists, lengths = compact_rows(*selection)
     shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
-    tile = dq_tile or tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
+    tile = tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq = torch.empty_like(q)
     row_stats = empty_row_stats(lse)
@@ -86,7 +88,7 @@ def launch(
 
     del lists, lengths  # frees their memory before the next lists are allocated
     lists, lengths = compact_columns(*selection, kv_heads, group)
-    tile = dkv_tile or tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
+    tile = tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
@@ -100,6 +102,13 @@ def launch(
 
 
 UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+
+
+def _empty(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+operator = register_op("block_sparse_attention_backward", launch, reference.block_sparse_attention_backward, _empty)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])

@@ -41,7 +41,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import Passes, register_sparse_op
+from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, SparseAttention
 
@@ -111,14 +111,13 @@ def launch(
     causal: bool,
     scale: float,
     softcap: float | None,
-    tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernels; ``tile`` overrides the tuned tile."""
+    """Launches the kernels."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tile or tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
+    tile = tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
     rows, keys = block_size, min(block_size, tile.keys)
     offset = query_offset(num_queries, num_keys, causal)
     lists, lengths = compact_rows(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)
@@ -136,6 +135,10 @@ def launch(
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
+
+
+_operator = register_op("block_sparse_attention", launch, reference.block_sparse_attention, empty_attention)
+register_attention_autograd(_operator, backward.operator, lse_gradient=True)
 
 
 # num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
@@ -179,10 +182,3 @@ def _block_sparse_attention_kernel(
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
-
-
-_operator, _ = register_sparse_op(
-    "block_sparse_attention",
-    Passes(launch, backward.launch),
-    Passes(reference.block_sparse_attention, reference.block_sparse_attention_backward),
-)

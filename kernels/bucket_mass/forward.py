@@ -31,7 +31,7 @@ from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
 from msattn.kernels.common.bucket_checks import check_bucket_mass
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_sms, padded_head, precision, tile_view, tl, triton
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import choose_splits
 from msattn.kernels.tuned import Tile
@@ -101,37 +101,10 @@ def bucket_mass(
     return BucketMass(*_operator(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance, backend))
 
 
-@torch.library.custom_op("msattn::bucket_mass", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    buckets: Tensor,
-    q_pos: Tensor | None,
-    k_pos: Tensor | None,
-    num_buckets: int,
-    causal: bool,
-    scale: float,
-    softcap: float | None,
-    min_distance: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance)
-    return reference.bucket_mass(
-        q, k, buckets, num_buckets=num_buckets, causal=causal, scale=scale, softcap=softcap, min_distance=min_distance,
-        q_pos=q_pos, k_pos=k_pos,
-    )  # fmt: skip
-
-
-@_operator.register_fake
-def _(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance, backend):
-    statistics = statistics_dtype(q)
-    mass = q.new_empty((*q.shape[:3], num_buckets), dtype=statistics)
-    return mass, q.new_empty(q.shape[:3], dtype=statistics), q.new_empty(q.shape[:3], dtype=torch.int32)
-
-
-register_no_gradient(_operator, "bucket_mass")
+def _empty(q, k, buckets, q_pos, k_pos, num_buckets, *others):
+    statistics, rows = statistics_dtype(q), q.shape[:3]
+    mass = q.new_empty((*rows, num_buckets), dtype=statistics)
+    return mass, q.new_empty(rows, dtype=statistics), q.new_empty(rows, dtype=torch.int32)
 
 
 def launch(
@@ -145,13 +118,12 @@ def launch(
     scale: float,
     softcap: float | None,
     min_distance: int | None,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packs the keys and launches the kernels; ``tile`` overrides the default."""
+    """Packs the keys and launches the kernels."""
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     rows, cols = q_heads // kv_heads * num_queries, padded_head(head)
-    tile = tile or default_tile(cols, q.dtype)
+    tile = default_tile(cols, q.dtype)
     group_size = default_group_size(num_keys // num_buckets, tile.keys)
     row_tiles = triton.cdiv(rows, tile.rows)
     max_tiles = triton.cdiv(max_key_groups(num_keys, num_buckets, group_size) * group_size, tile.keys)
@@ -189,6 +161,9 @@ def launch(
         BM=32, BC=64, BL=32,
     )  # fmt: skip
     return mass, lse, top_key
+
+
+_operator = register_op("bucket_mass", launch, reference.bucket_mass, _empty, no_gradient=USE_NO_GRAD)
 
 
 def default_tile(cols: int, dtype: torch.dtype) -> Tile:

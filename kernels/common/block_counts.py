@@ -6,6 +6,7 @@ from torch import Tensor
 from msattn.kernels.common.primitives import tl, triton
 
 EIGHTHS = 8  # parts of a block; the coarsest zoom reads one
+CHUNK = 8192  # elements of a program
 
 
 def blocks_read(selected: Tensor) -> Tensor:
@@ -29,15 +30,12 @@ def blocks_read(selected: Tensor) -> Tensor:
     return (EIGHTHS // selected.clamp(min=1)).masked_fill(selected == 0, 0).sum()
 
 
-def launch(selected: Tensor, chunk: int = 8192, warps: int = 4) -> Tensor:
-    """Launches the kernel; returns an int32 sum per ``chunk`` elements.
-
-    ``chunk`` and ``warps`` override the defaults, for tuning.
-    """
-    parts = triton.cdiv(selected.numel(), chunk)
+def launch(selected: Tensor) -> Tensor:
+    """Launches the kernel; returns an int32 sum per ``CHUNK`` elements."""
+    parts = triton.cdiv(selected.numel(), CHUNK)
     sums = torch.empty(parts, dtype=torch.int32, device=selected.device)
     selected = selected.contiguous().view(torch.uint8)
-    _blocks_read_kernel[(parts,)](selected, sums, selected.numel(), CHUNK=chunk, num_warps=warps)
+    _blocks_read_kernel[(parts,)](selected, sums, selected.numel(), CHUNK=CHUNK, num_warps=4)
     return sums
 
 

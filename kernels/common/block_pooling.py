@@ -13,22 +13,23 @@ from msattn.kernels.common.primitives import padded_head, tl, triton
 TILE = 8192  # elements that a program processes at once
 
 
-def empty_result(x: Tensor, poolings: int, block_size: int) -> Tensor:
+def empty_result(x: Tensor, poolings: str, block_size: int, *others: object) -> Tensor:
     """Allocates the result ``[B, H, T, poolings * D]``."""
     batch, heads, tokens, head = x.shape
-    return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size, poolings * head), dtype=statistics_dtype(x))
+    size = len(poolings.split(",")) * head
+    return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size, size), dtype=statistics_dtype(x))
 
 
-def launch(x: Tensor, poolings: list[str], block_size: int, start: Tensor | None, warps: int = 2) -> Tensor:
-    """Launches the kernel; ``warps`` overrides the default, for tuning."""
+def launch(x: Tensor, poolings: str, block_size: int, start: Tensor | None) -> Tensor:
+    """Launches the kernel for ``poolings`` such as "avg,max", as an operator has no lists of strings."""
     batch, heads, tokens, head = x.shape
-    pooled = empty_result(x, len(poolings), block_size)
+    pooled, names = empty_result(x, poolings, block_size), poolings.split(",")
     blocks, cols = pooled.shape[2], padded_head(head)
-    place = {name.upper(): poolings.index(name) if name in poolings else None for name in POOLINGS}
+    place = {name.upper(): names.index(name) if name in names else None for name in POOLINGS}
     _pool_blocks_kernel[(heads * blocks * batch,)](
         x, pooled, start, *x.stride(), 0 if start is None or len(start) == 1 else 1, heads, blocks, tokens,
-        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols), NUM_POOLINGS=len(poolings), **place,
-        num_warps=warps,
+        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols), NUM_POOLINGS=len(names), **place,
+        num_warps=2,
     )  # fmt: skip
     return pooled
 

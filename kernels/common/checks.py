@@ -130,6 +130,16 @@ def has_aligned_rows(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in row_strides)
 
 
+def aligned_gradient(dout: Tensor) -> Tensor:
+    """Returns a gradient that tensor descriptors can read, copied if necessary.
+
+    Autograd may pass an expanded scalar, a transposed tensor, or one that is not aligned to 16 bytes.
+    """
+    if has_aligned_rows(dout) and 0 not in dout.stride():
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
+
+
 def check_layout(**tensors: Tensor) -> None:
     """Checks that rows are contiguous and 16-byte aligned, as descriptors require."""
     for name, x in tensors.items():

@@ -38,6 +38,25 @@ class Rows(NamedTuple):
     kv_start: Tensor | None
 
 
+def zero_padding(
+    kv_start: Tensor | None, causal: bool, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Copies queries and keys with zeros in the left padding, in the layout of ``empty_like``, as fake kernels state.
+
+    Padding may hold NaN, and kernels multiply it by 0. They do not mask factors inside the product loop, because code compiled
+    by Triton 3.6 then has a race.
+    """
+    if kv_start is None:
+        return *queries, *keys
+    offset = query_offset(queries[0].shape[2], keys[0].shape[2], causal)
+
+    def zero_rows_before(x: Tensor, first: Tensor) -> Tensor:
+        before = torch.arange(x.shape[2], device=x.device) < first[:, None]
+        return x.clone().masked_fill_(before[:, None, :, None], 0)
+
+    return *(zero_rows_before(x, kv_start - offset) for x in queries), *(zero_rows_before(x, kv_start) for x in keys)
+
+
 def row_chunks(
     q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, min_rows: int, causal: bool, kv_start: Tensor | None
 ) -> Iterator[tuple[Rows, Tensor]]:

@@ -22,13 +22,23 @@ a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). 
 query, not even through rounding.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_layout, check_per_sequence, check_qkv, resolve_backend, resolve_scale
+from msattn.kernels.common.checks import (
+    aligned_gradient,
+    check_layout,
+    check_per_sequence,
+    check_qkv,
+    resolve_backend,
+    resolve_scale,
+)
 from msattn.kernels.common.mta_checks import check_conv_weight
-from msattn.kernels.common.registration import Passes, register_weighted_op
+from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.score_products import zero_padding
 from msattn.kernels.conv_attention.backward import conv_attention_backward
 from msattn.kernels.conv_attention.band import (
     Convolution,
@@ -110,6 +120,7 @@ def launch(
 
     It processes as many key/value heads at a time as :data:`score_products.SCRATCH_ELEMENTS` allows.
     """
+    q, k, v = zero_padding(kv_start, causal, (q,), (k, v))
     check_layout(q=q, k=k, v=v)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -139,7 +150,8 @@ def launch_backward(
     """
     batch, q_heads, num_queries, _ = q.shape
     group = q_heads // k.shape[1]
-    dout = dout.contiguous()
+    q, dout, k, v = zero_padding(kv_start, causal, (q, dout), (k, v))
+    dout = aligned_gradient(dout.contiguous())
     row_delta = (dout.float() * out).sum(-1)
     dq, dk, dv, dweight = (torch.empty_like(x) for x in (q, k, v, weight))
     elements = max(weight.shape[1] * k[:, 0].numel(), batch * num_queries * k.shape[2])
@@ -165,8 +177,12 @@ def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, caus
     return conv, ScoreFactors(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 
 
-_operator, _backward_operator = register_weighted_op(
-    "conv_attention",
-    Passes(launch, launch_backward),
-    Passes(reference.conv_attention_forward, reference.conv_attention_backward),
+def _empty_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
+
+
+_operator = register_op("conv_attention", launch, reference.conv_attention_forward, empty_attention)
+_backward_operator = register_op(
+    "conv_attention_backward", launch_backward, reference.conv_attention_backward, _empty_gradients
 )
+register_attention_autograd(_operator, _backward_operator, lse_gradient=False)

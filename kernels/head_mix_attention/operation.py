@@ -10,14 +10,23 @@ would take one product for each key/value head. The backward pass takes 5 produc
 two buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import check_layout, check_per_sequence, check_qkv, resolve_backend, resolve_scale
+from msattn.kernels.common.checks import (
+    aligned_gradient,
+    check_layout,
+    check_per_sequence,
+    check_qkv,
+    resolve_backend,
+    resolve_scale,
+)
 from msattn.kernels.common.mta_checks import check_head_weight
-from msattn.kernels.common.registration import Passes, register_weighted_op
-from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks
+from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks, zero_padding
 from msattn.kernels.head_mix_attention.materialized import materialized_attention, materialized_attention_backward
 from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
 from msattn.kernels.types import Backend
@@ -86,7 +95,10 @@ def launch(
 
     It processes as many query rows at a time as :data:`score_products.SCRATCH_ELEMENTS` allows.
     """
-    _check_kernel_limits(q, k, v)
+    q, k, v = zero_padding(kv_start, causal, (q,), (k, v))
+    check_layout(q=q, k=k, v=v)
+    if q.shape[1] > MAX_HEADS:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected up to {MAX_HEADS} heads, or backend='torch'")
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     weight = weight.contiguous()
@@ -113,7 +125,9 @@ def launch_backward(
 
     Returns dq, dk, dv, dweight.
     """
-    dout, contiguous_weight = dout.contiguous(), weight.contiguous()
+    q, dout, k, v = zero_padding(kv_start, causal, (q, dout), (k, v))
+    dout = aligned_gradient(dout.contiguous())
+    contiguous_weight = weight.contiguous()
     row_delta = (dout.float() * out).sum(-1)
     dq, dk, dv, dweight = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v, weight))
     for rows, (scores, mixed) in row_chunks(q, k, score_dtype(q.dtype), 2, MIN_ROWS, causal, kv_start):
@@ -127,14 +141,12 @@ def launch_backward(
     return dq, dk, dv, dweight
 
 
-def _check_kernel_limits(q: Tensor, k: Tensor, v: Tensor) -> None:
-    check_layout(q=q, k=k, v=v)
-    if q.shape[1] > MAX_HEADS:
-        raise ValueError(f"q.shape={tuple(q.shape)}: expected up to {MAX_HEADS} heads, or backend='torch'")
+def _empty_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
 
 
-_operator, _backward_operator = register_weighted_op(
-    "head_mix_attention",
-    Passes(launch, launch_backward),
-    Passes(reference.head_mix_attention_forward, reference.head_mix_attention_backward),
+_operator = register_op("head_mix_attention", launch, reference.head_mix_attention_forward, empty_attention)
+_backward_operator = register_op(
+    "head_mix_attention_backward", launch_backward, reference.head_mix_attention_backward, _empty_gradients
 )
+register_attention_autograd(_operator, _backward_operator, lse_gradient=False)

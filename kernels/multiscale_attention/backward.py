@@ -21,13 +21,15 @@ Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists
 BP means.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
+from msattn.kernels import reference, tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import find_list
-from msattn.kernels.common.checks import check_layout, query_offset
+from msattn.kernels.common.checks import aligned_gradient, check_layout, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
@@ -42,6 +44,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 from msattn.kernels.multiscale_attention.levels import (
     add_log_sizes,
@@ -64,18 +67,17 @@ def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    zoom: Tensor,
     out: Tensor,
     lse: Tensor,
-    zoom: Tensor,
     kv_start: Tensor | None,
     block_size: int,
     causal: bool,
     scale: float,
     softcap: float | None,
-    dq_tile: tuned.Tile | None = None,
-    dkv_tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the kernels and returns dq, dk, dv; tiles override the tuned ones."""
+    """Launches the kernels and returns dq, dk, dv."""
+    dout = aligned_gradient(dout)
     check_layout(dout=dout, q=q, k=k, v=v, out=out)
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
@@ -88,7 +90,7 @@ def launch(
     means, limit = pool_means(k, v, kv_start, block_size), unscaled_limit(softcap, scale)
 
     lists, counts = row_lists(*selection)
-    tile = dq_tile or tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
+    tile = tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq, row_stats = torch.empty_like(q), empty_row_stats(lse)
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
@@ -98,7 +100,7 @@ def launch(
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
-    tile = dkv_tile or tuned.pick("multiscale_attention_dkv", cols, q.dtype, sm)
+    tile = tuned.pick("multiscale_attention_dkv", cols, q.dtype, sm)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dmeans = torch.empty_like(means, dtype=torch.float32)
@@ -116,6 +118,13 @@ def launch(
 
 
 UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+
+
+def _empty(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+operator = register_op("multiscale_attention_backward", launch, reference.multiscale_attention_backward, _empty)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])

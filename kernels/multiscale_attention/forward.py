@@ -50,7 +50,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import Passes, register_sparse_op
+from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.multiscale_attention import backward
 from msattn.kernels.multiscale_attention.levels import (
@@ -135,14 +135,13 @@ def launch(
     causal: bool,
     scale: float,
     softcap: float | None,
-    tile: tuned.Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernels; ``tile`` overrides the tuned tile."""
+    """Launches the kernels."""
     check_layout(q=q, k=k, v=v)
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tile or tuned.pick("multiscale_attention", cols, q.dtype, capability(q.device))
+    tile = tuned.pick("multiscale_attention", cols, q.dtype, capability(q.device))
     rows, keys = block_size, min(block_size, tile.keys)
     lists, counts = row_lists(zoom, kv_start, num_queries, num_keys, block_size, causal)
     row_blocks, col_blocks = lists.shape[2:]
@@ -160,6 +159,10 @@ def launch(
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
+
+
+_operator = register_op("multiscale_attention", launch, reference.multiscale_attention, empty_attention)
+register_attention_autograd(_operator, backward.operator, lse_gradient=True)
 
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
@@ -219,10 +222,3 @@ def _multiscale_attention_kernel(
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,
                stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
-
-
-_operator, _ = register_sparse_op(
-    "multiscale_attention",
-    Passes(launch, backward.launch),
-    Passes(reference.multiscale_attention, reference.multiscale_attention_backward),
-)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msattn.kernels import reference, tuned
 from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.paged_checks import check_paged_block_sparse_attention
 from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
 from msattn.kernels.common.primitives import (
@@ -28,7 +28,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -92,8 +92,7 @@ def paged_block_sparse_attention(
     return SparseAttention(*_operator(*arguments))
 
 
-@torch.library.custom_op("msattn::paged_block_sparse_attention", mutates_args=())
-def _operator(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,46 +104,16 @@ def _operator(
     block_size: int,
     scale: float,
     softcap: float | None,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    cache = PagedKeys(k, v, table, kv_len)
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, cache, cu_queries, block_mask, max_queries, block_size, scale, softcap)
-    return reference.paged_block_sparse_attention(
-        q, cache, cu_queries, block_mask, max_queries=max_queries, block_size=block_size, scale=scale, softcap=softcap
-    )
-
-
-@_operator.register_fake
-def _(q, *others):
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
-
-
-register_no_gradient(_operator, "paged_block_sparse_attention")
-
-
-def launch(
-    q: Tensor,
-    cache: PagedKeys,
-    cu_queries: Tensor,
-    block_mask: Tensor | None,
-    max_queries: int,
-    block_size: int,
-    scale: float,
-    softcap: float | None,
-    tile: tuned.Tile | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Launches the kernels; ``tile`` overrides the tuned tile.
+    """Launches the kernels.
 
     The grid depends on shapes and ``max_queries`` alone, so that a captured CUDA graph serves any lengths up to them.
     """
     num_queries, q_heads, head = q.shape
-    k, v, table, kv_len = cache
     batch, page_size, kv_heads = table.shape[0], *k.shape[1:3]
     num_keys = table.shape[1] * page_size
     cols = padded_head(head)
-    tile = tile or tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
+    tile = tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
     row_blocks = triton.cdiv(max_queries, block_size)
     table = table if table.stride(1) == 1 else table.contiguous()
     cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
@@ -164,6 +133,15 @@ def launch(
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
+
+
+_operator = register_op(
+    "paged_block_sparse_attention",
+    launch,
+    on_pages(reference.paged_block_sparse_attention),
+    empty_attention,
+    no_gradient=USE_NO_GRAD,
+)
 
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries"])

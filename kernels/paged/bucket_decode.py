@@ -20,11 +20,13 @@ Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the sca
 mask. Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_bucket_decode
 from msattn.kernels.common.paged_tiles import load_pages
@@ -40,10 +42,9 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
-from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 MAX_SPLITS = 128
@@ -108,47 +109,10 @@ def paged_bucket_decode(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    arguments = (q, *cache, buckets, probes, recent_of, recent, sink, scale, softcap, backend)
-    return SparseAttention(*(_operator(*arguments) if counts is None else _counting_operator(*arguments, counts)))
-
-
-def _compute(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    kv_len: Tensor,
-    buckets: Tensor,
-    probes: Tensor,
-    recent_of: Tensor | None,
-    recent: int,
-    sink: int,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-    counts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, table, kv_len, buckets, probes, recent_of, recent, sink, scale, softcap, counts)
-    return reference.paged_bucket_decode(
-        q, PagedKeys(k, v, table, kv_len), buckets, probes,
-        recent=recent if recent_of is None else recent_of, sink=sink, scale=scale, softcap=softcap, counts=counts,
-    )  # fmt: skip
-
-
-# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
-_operator = torch.library.custom_op("msattn::paged_bucket_decode", _compute, mutates_args=())
-_counting_operator = torch.library.custom_op("msattn::paged_bucket_decode_counts", _compute, mutates_args=("counts",))
-
-
-@_operator.register_fake
-@_counting_operator.register_fake
-def _(q, *others):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
-
-
-register_no_gradient(_operator, "paged_bucket_decode")
+    arguments = (q, *cache, buckets, probes, recent_of, recent, sink, scale, softcap)
+    if counts is None:
+        return SparseAttention(*_operator(*arguments, backend))
+    return SparseAttention(*_counting_operator(*arguments, counts, backend))
 
 
 def launch(
@@ -165,9 +129,8 @@ def launch(
     scale: float,
     softcap: float | None,
     counts: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches both kernels; ``tile`` overrides the default tile, for tuning.
+    """Launches both kernels.
 
     The grid depends on shapes alone, so that a captured CUDA graph serves any pages, buckets, probes and lengths.
     """
@@ -175,7 +138,7 @@ def launch(
     page_size, kv_heads = k.shape[1:3]
     capacity = table.shape[1] * page_size
     group, cols = q_heads // kv_heads, padded_head(head)
-    tile = tile or default_tile(cols, q.element_size())
+    tile = default_tile(cols, q.element_size())
     splits = one_wave_splits(batch * kv_heads, tile.programs * num_sms(q.device), triton.cdiv(capacity, tile.keys), MAX_SPLITS)
     table, probes = (x if x.stride(-1) == 1 else x.contiguous() for x in (table, probes))
     num_words = MAX_BUCKETS // 32
@@ -198,6 +161,15 @@ def launch(
     lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
     merge_splits(part_max, part_sum, part_out, out, lse)
     return out, lse
+
+
+def _reference(recent_of: Tensor | None, recent: int, **others: Any) -> SparseAttention:
+    return on_pages(reference.paged_bucket_decode)(recent=recent if recent_of is None else recent_of, **others)
+
+
+# PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
+_operator = register_op("paged_bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD)
+_counting_operator = register_op("paged_bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",))
 
 
 @triton.jit(

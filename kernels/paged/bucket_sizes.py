@@ -8,7 +8,6 @@ atomics: of integers, so that the order does not change the result. Prefixes: o_
 key/value head, sequence).
 """
 
-import torch
 from torch import Tensor
 
 from msattn.kernels import reference
@@ -16,6 +15,7 @@ from msattn.kernels.common.checks import resolve_backend
 from msattn.kernels.common.paged_checks import check_paged_bucket_sizes
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import tl, triton
+from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
 SPAN = 4096  # positions of a program
@@ -51,19 +51,6 @@ def paged_bucket_sizes(
     return _operator(buckets, table, kv_len, num_buckets, resolve_backend(backend, buckets, name="buckets"))
 
 
-@torch.library.custom_op("msattn::paged_bucket_sizes", mutates_args=())
-def _operator(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int, backend: str) -> Tensor:
-    if backend == "triton":
-        with torch.cuda.device_of(buckets):
-            return launch(buckets, table, kv_len, num_buckets)
-    return reference.paged_bucket_sizes(buckets, table, kv_len, num_buckets=num_buckets)
-
-
-@_operator.register_fake
-def _(buckets, table, kv_len, num_buckets, backend):
-    return table.new_empty((len(table), buckets.shape[2], num_buckets))
-
-
 def launch(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> Tensor:
     """Launches the kernel; the grid depends on shapes alone, so that a captured CUDA graph serves any pages and lengths."""
     (_, page_size, kv_heads), (batch, pages) = buckets.shape, table.shape
@@ -74,6 +61,13 @@ def launch(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> 
         PAGE=page_size, SPAN=SPAN, BINS=min(MAX_BINS, triton.next_power_of_2(num_buckets)), num_warps=8,
     )  # fmt: skip
     return sizes
+
+
+def _empty(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int, backend: str) -> Tensor:
+    return table.new_empty((len(table), buckets.shape[2], num_buckets))
+
+
+_operator = register_op("paged_bucket_sizes", launch, reference.paged_bucket_sizes, _empty)
 
 
 @triton.jit(do_not_specialize=["capacity", "num_buckets"])

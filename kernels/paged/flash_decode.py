@@ -3,14 +3,13 @@
 The kernels are those of :mod:`msattn.kernels.common.dense_decode`, in their variant "partial".
 """
 
-import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common import dense_decode
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.paged_checks import check_paged_decode
-from msattn.kernels.common.registration import register_no_gradient
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, on_pages, register_op
 from msattn.kernels.common.softcap import softcap_mod
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -58,31 +57,6 @@ def paged_flash_decode(
     return SparseAttention(*_operator(q, *cache, scale, softcap, resolve_backend(backend, q)))
 
 
-@torch.library.custom_op("msattn::paged_flash_decode", mutates_args=())
-def _operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor,
-    kv_len: Tensor,
-    scale: float,
-    softcap: float | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, table, kv_len, scale, softcap)
-    return reference.paged_flash_decode(q, PagedKeys(k, v, table, kv_len), scale=scale, softcap=softcap)
-
-
-@_operator.register_fake
-def _(q, *others):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
-
-
-register_no_gradient(_operator, "paged_flash_decode")
-
-
 def launch(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
@@ -91,3 +65,8 @@ def launch(
     table = table if table.stride(1) == 1 else table.contiguous()
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
     return dense_decode.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)
+
+
+_operator = register_op(
+    "paged_flash_decode", launch, on_pages(reference.paged_flash_decode), empty_decoding, no_gradient=USE_NO_GRAD
+)

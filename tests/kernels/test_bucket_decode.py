@@ -205,7 +205,7 @@ def test_operator(backend: Backend, device: str) -> None:
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
     arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, backend)
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
-    torch.library.opcheck(module._counting_operator, (*arguments, counts))
+    torch.library.opcheck(module._counting_operator, (*arguments[:-1], counts, backend))
     inputs = bucket_decode, q, k, v, index, probes
     shared.assert_operator(module._operator, arguments, *inputs, recent=recent, kv_len=lengths, backend=backend)
     counts.zero_()  # once compiled, once not

@@ -11,6 +11,7 @@ the GPU tests. Triton caches what it compiled by source, so that an unchanged ke
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -50,11 +51,10 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    tile = _tile("maxpool_attention", dtype, head_size, sm)
     block_size = _block_size(head_size)
     kv_start = starts([8]) if block_size == 128 else None
     for softcap, sinks in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), strict=True):
-        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap, tile)
+        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -64,15 +64,14 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse = torch.zeros(1, 4, 200)
-    tile, *tiles = (_tile(f"block_sparse_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
     block_size = _block_size(head_size)
     blocks = -(-200 // block_size)
     mask = random_block_mask(1, 2, blocks, blocks, 0.5)
-    options = mask, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     for softcap in CAPS:
-        op.launch(q, k, v, *options, softcap, tile)
+        op.launch(q, k, v, mask, *options, softcap)
         if _compiles_backward(head_size, sm):
-            backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
+            backward.launch(q, lse, q, k, v, mask, q, lse, *options, softcap)
 
 
 def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -80,13 +79,12 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
     from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    tile = _tile("paged_block_sparse_attention", dtype, head_size, sm)
     block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
     cache, _ = random_pages(k, v, starts([200]), page_size)
     row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
     mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
     for block_mask, softcap in zip((None, mask), CAPS, strict=True):
-        op.launch(q[0].transpose(0, 1), cache, rows, block_mask, 200, block_size, 0.1, softcap, tile)
+        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, 0.1, softcap)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -128,16 +126,15 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.testing import random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    tile, *tiles = (_tile(f"multiscale_attention{part}", dtype, head_size, sm) for part in ("", "_dq", "_dkv"))
     block_size = _block_size(head_size)
     blocks = -(-200 // block_size)
     zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
-    options = zoom, starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
+    options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     lse = torch.zeros(1, 4, 200)
     for softcap in CAPS:
-        op.launch(q, k, v, *options, softcap, tile)
+        op.launch(q, k, v, zoom, *options, softcap)
         if _compiles_backward(head_size, sm):
-            backward.launch(q, lse, q, k, v, q, lse, *options, softcap, *tiles)
+            backward.launch(q, lse, q, k, v, zoom, q, lse, *options, softcap)
 
 
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -145,14 +142,14 @@ def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), torch.zeros(1, 2, 200, dtype=torch.int32)
     num_buckets = _choose([256, 10], head_size, sm)
-    op.launch(k, torch.zeros(2, num_buckets, head_size), _tile("nearest_centroid", dtype, head_size, sm))
-    op.launch_sums(k, buckets, num_buckets, _tile("bucket_sums", dtype, head_size, sm))
+    op.launch(k, torch.zeros(2, num_buckets, head_size))
+    op.launch_sums(k, buckets, num_buckets)
 
 
 def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import block_pooling as op
 
-    one, two, three = (["avg"], 64, None), (["max", "min"], 16, None), (["min", "avg", "max"], 128, torch.tensor([8, 0]))
+    one, two, three = ("avg", 64, None), ("max,min", 16, None), ("min,avg,max", 128, torch.tensor([8, 0]))
     x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
     op.launch(x, *_choose([two, three, one], head_size, sm))
 
@@ -163,7 +160,7 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     for cols in (7, 2048, 32768):
         scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
         op.launch_softmax(scores, visible)
-        op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible)
+        op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible, math.inf, 0.0, 0.0, 0.0)
 
 
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -174,7 +171,7 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
     heads, hidden, kv_start = _choose([(4, head_size, None), (2, 24, starts([8, 0]))], head_size, sm)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
-    op.launch(q, k, *weights, torch.zeros(hidden // 2), ["avg"], ["max", "min"], 16, kv_start)
+    op.launch(q, k, *weights, torch.zeros(hidden // 2), "avg", "max,min", 16, kv_start)
     block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
 
 
@@ -186,7 +183,7 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
     bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
     given = torch.zeros(2, 4, 1, head_size, dtype=dtype), weight_in, bias_in, weight_out, bias_out, 2, 5
-    op.launch(*given)
+    op.launch(*given, None, None)
     op.launch(*given, torch.zeros(2, 2, num_buckets, dtype=torch.int32), 1.5)
 
 
@@ -309,13 +306,6 @@ def _compiles_backward(head_size: int, sm: int) -> bool:
 def _block_size(head_size: int) -> int:
     """Returns a block size below, equal to or above the rows of a tile, by head size."""
     return {64: 16, 256: 128}.get(head_size, 64)
-
-
-def _tile(kernel: str, dtype: torch.dtype, head_size: int, sm: int):
-    from msattn.kernels import tuned
-    from msattn.kernels.common.primitives import padded_head
-
-    return tuned.pick(kernel, padded_head(head_size), dtype, sm)
 
 
 LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {

@@ -193,7 +193,7 @@ def test_operator(backend: Backend, device: str) -> None:
     cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 16, [buckets.short()])
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
     arguments = (q, *cache, slots, probes, starts([5, 9], device), 0, 1, 0.1, 5.0, backend)
-    torch.library.opcheck(module._counting_operator, (*arguments, counts))
+    torch.library.opcheck(module._counting_operator, (*arguments[:-1], counts, backend))
     counts.zero_()  # once compiled, once not
     inputs = paged_bucket_decode, q, cache, slots, probes
     shared.assert_operator(module._operator, arguments, *inputs, recent=5, counts=counts, backend=backend)
