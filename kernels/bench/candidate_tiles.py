@@ -17,75 +17,27 @@ from msattn.kernels.tuned import Tile
 SHIPPED = "shipped"  # name of the variant that uses the tiles of the package
 MIN_SPEEDUP = 1.02  # over the shipped tile; two runs of one tile differ by less
 
-BLOCK_SPARSE = [  # one program per block of 64 queries
-    Tile(64, 64, 4, 2),
-    Tile(64, 64, 4, 3),
-    Tile(64, 64, 4, 4),
-    Tile(64, 64, 8, 3),
-    Tile(64, 32, 4, 3),
-    Tile(64, 32, 4, 5),
-    Tile(64, 32, 4, 6),
-]
-PAGED_BLOCK_SPARSE = [  # dependent loads of list, page and keys use pipeline stages
-    Tile(64, 64, 4, 3),
-    Tile(64, 64, 4, 5),
-    Tile(64, 64, 4, 7),
-    Tile(64, 64, 8, 3),
-    Tile(64, 64, 8, 5),
-    Tile(64, 32, 4, 3),
-    Tile(64, 32, 4, 5),
-    Tile(64, 32, 4, 7),
-    Tile(64, 16, 4, 5),
-]
-BACKWARD = [  # two tiles of each input and one or two accumulators are live at the same time
-    Tile(64, 64, 4, 1),
-    Tile(64, 64, 4, 2),
-    Tile(64, 64, 4, 3),
-    Tile(64, 64, 8, 2),
-    Tile(64, 64, 8, 3),
-    Tile(64, 32, 4, 2),
-    Tile(64, 32, 4, 3),
-    Tile(32, 64, 4, 2),
-    Tile(32, 64, 4, 3),
-]
-DENSE = [
-    Tile(128, 128, 8, 2),
-    Tile(128, 128, 8, 3),
-    Tile(128, 64, 8, 2),
-    Tile(128, 64, 8, 3),
-    Tile(128, 64, 8, 4),
-    Tile(128, 64, 4, 2),
-    Tile(128, 64, 4, 3),
-    Tile(64, 64, 4, 2),
-    Tile(64, 64, 4, 3),
-    Tile(64, 128, 4, 3),
-]
-DECODE = [
-    Tile(16, 128, 4, 3, 1),
-    Tile(16, 64, 4, 3, 2),
-    Tile(16, 64, 4, 5, 1),
-    Tile(16, 64, 4, 5, 2),
-    Tile(16, 64, 4, 5, 3),
-    Tile(16, 64, 4, 7, 2),
-    Tile(16, 32, 4, 5, 2),
-    Tile(16, 32, 4, 7, 4),
-    Tile(16, 32, 2, 7, 4),
-    Tile(16, 64, 8, 5, 2),
-    Tile(16, 128, 4, 3, 2),
-    Tile(16, 128, 8, 5, 1),
-]
+
+def _tiles(names: str) -> list[Tile]:
+    """Returns tiles from their numbers, "rows-keys-warps-stages[-programs]", one program per SM by default."""
+    return [Tile(*map(int, name.split("-"))) for name in names.split()]
+
+
+# One program per block of 64 queries.
+BLOCK_SPARSE = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-64-8-3 64-32-4-3 64-32-4-5 64-32-4-6")
+# Dependent loads of list, page and keys use pipeline stages.
+PAGED_BLOCK_SPARSE = _tiles("64-64-4-3 64-64-4-5 64-64-4-7 64-64-8-3 64-64-8-5 64-32-4-3 64-32-4-5 64-32-4-7 64-16-4-5")
+# Two tiles of each input and one or two accumulators are live at the same time.
+BACKWARD = _tiles("64-64-4-1 64-64-4-2 64-64-4-3 64-64-8-2 64-64-8-3 64-32-4-2 64-32-4-3 32-64-4-2 32-64-4-3")
+DENSE = _tiles("128-128-8-2 128-128-8-3 128-64-8-2 128-64-8-3 128-64-8-4 128-64-4-2 128-64-4-3 64-64-4-2 64-64-4-3 64-128-4-3")
+DECODE = _tiles(
+    "16-128-4-3 16-64-4-3-2 16-64-4-5 16-64-4-5-2 16-64-4-5-3 16-64-4-7-2"
+    " 16-32-4-5-2 16-32-4-7-4 16-32-2-7-4 16-64-8-5-2 16-128-4-3-2 16-128-8-5"
+)
 CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation where the tile depends on the shape
-    "maxpool_attention": [
-        Tile(128, 128, 8, 3),
-        Tile(128, 128, 8, 2),
-        Tile(128, 64, 8, 3),
-        Tile(128, 64, 8, 4),
-        Tile(128, 64, 8, 5),
-        Tile(128, 64, 4, 2, 2),
-        Tile(64, 128, 4, 2, 1),
-        Tile(64, 64, 4, 3, 2),
-        Tile(64, 64, 4, 2, 2),
-    ],
+    "maxpool_attention": _tiles(
+        "128-128-8-3 128-128-8-2 128-64-8-3 128-64-8-4 128-64-8-5 128-64-4-2-2 64-128-4-2 64-64-4-3-2 64-64-4-2-2"
+    ),
     "block_sparse_attention": BLOCK_SPARSE,
     "paged_block_sparse_attention": PAGED_BLOCK_SPARSE,
     "block_sparse_attention_dq": BACKWARD,
@@ -104,34 +56,12 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
     "bucket_decode": DECODE,
     "paged_bucket_decode": DECODE,
     "flash_decode": DECODE,
-    "bucket_mass": [
-        Tile(128, 64, 8, 4, 2),
-        Tile(128, 64, 8, 6, 2),
-        Tile(128, 128, 8, 3, 1),
-        Tile(256, 64, 16, 4, 1),
-        Tile(64, 64, 4, 2, 4),
-        Tile(64, 64, 4, 4, 3),  # has enough registers to overlap a product with the exponentials of the previous tile
-        Tile(64, 128, 4, 2, 3),
-        Tile(64, 128, 4, 3, 2),
-    ],
-    "nearest_centroid": [
-        Tile(128, 128, 8, 3),
-        Tile(128, 64, 8, 2),
-        Tile(128, 64, 8, 3),
-        Tile(128, 64, 4, 2),
-        Tile(64, 128, 4, 2),
-        Tile(64, 64, 4, 2),
-        Tile(256, 64, 8, 2),
-    ],
-    "bucket_sums": [
-        Tile(128, 64, 8, 3, 1),
-        Tile(128, 64, 8, 4, 2),
-        Tile(128, 32, 8, 3, 2),
-        Tile(128, 128, 8, 3, 1),
-        Tile(64, 64, 4, 3, 3),
-        Tile(64, 64, 4, 4, 4),
-        Tile(64, 128, 4, 3, 2),
-    ],
+    # 64-64-4-4-3 has enough registers to overlap a product with the exponentials of the previous tile.
+    "bucket_mass": _tiles(
+        "128-64-8-4-2 128-64-8-6-2 128-128-8-3 256-64-16-4 64-64-4-2-4 64-64-4-4-3 64-128-4-2-3 64-128-4-3-2"
+    ),
+    "nearest_centroid": _tiles("128-128-8-3 128-64-8-2 128-64-8-3 128-64-4-2 64-128-4-2 64-64-4-2 256-64-8-2"),
+    "bucket_sums": _tiles("128-64-8-3 128-64-8-4-2 128-32-8-3-2 128-128-8-3 64-64-4-3-3 64-64-4-4-4 64-128-4-3-2"),
 }
 FORWARD_KERNELS = {
     "maxpool_attention": ["maxpool_attention"],
