@@ -6,17 +6,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from msattn.kernels.testing import (
-    Case,
-    Rounding,
-    assert_sum_within_budget,
-    assert_within_budget,
-    gradient_rounding,
-    largest_term,
-    starts,
-)
+from msattn.kernels.testing import assert_within_budget, starts
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import Case, Rounding, assert_sum_within_budget, gradient_rounding, largest_term
 
 Operation = Callable[..., Tensor]
 RESULTS = ("out", "dq", "dk", "dv", "dweight")

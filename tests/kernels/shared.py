@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.testing import Attention, Case, assert_within_budget, dense_attention, starts
+from msattn.kernels.testing import Attention, assert_within_budget, dense_attention, starts
 from msattn.kernels.types import Backend
+from tests.kernels.problems import Case
 
 BACKENDS: list[Backend] = ["torch", "triton"]
 HALF, FULL = torch.float16, torch.float32

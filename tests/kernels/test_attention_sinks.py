@@ -13,19 +13,10 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.testing import (
-    CASES,
-    Case,
-    capped,
-    dense_attention,
-    random_block_mask,
-    random_buckets,
-    random_qkv,
-    starts,
-    tokens_of_blocks,
-)
+from msattn.kernels.testing import capped, dense_attention, random_block_mask, random_qkv, starts, tokens_of_blocks
 from msattn.kernels.types import SparseAttention
 from tests.kernels import shared
+from tests.kernels.problems import CASES, Case, random_buckets
 
 
 def random_sinks(heads: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,14 +14,9 @@ from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.testing import (
-    CAPPED_SCALE,
-    CASES,
-    Case,
     assert_within_budget,
     capped,
     dense_attention,
-    full_product,
-    gradient_rounding,
     random_block_mask,
     random_qkv,
     starts,
@@ -30,6 +25,7 @@ from msattn.kernels.testing import (
 )
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, CASES, Case, full_product, gradient_rounding
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(2, 5.0), (1, 50.0), (5, 5.0), (8, 5.0)]  # numbers of cases, and limits

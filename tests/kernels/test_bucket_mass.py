@@ -14,9 +14,10 @@ from msattn.kernels import reference
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.bucket_mass import forward as module
 from msattn.kernels.bucket_mass.packing import pack_keys
-from msattn.kernels.testing import CAPPED_SCALE, assert_within_budget, capped, dense_attention, random_buckets, random_qkv
+from msattn.kernels.testing import assert_within_budget, capped, dense_attention, random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

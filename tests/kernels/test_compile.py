@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from msattn.kernels.operations import OPERATIONS
+from tests.house.modules import ROOT
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
@@ -90,7 +91,8 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import bucket_decode as op
     from msattn.kernels.common.bucket_index import build_bucket_index
-    from msattn.kernels.testing import random_buckets, random_qkv, starts
+    from msattn.kernels.testing import random_qkv, starts
+    from tests.kernels.problems import random_buckets
 
     q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
     offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
@@ -329,8 +331,14 @@ def check_compiles(part: int, heads: Heads) -> None:
     """Compiles some of the operations in one process, because a process takes long to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     operations = list(LAUNCHES)[part::PARTS]
-    command = [sys.executable, __file__, "further" if heads is FURTHER_HEADS else "first", *operations]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.kernels.test_compile",
+        "further" if heads is FURTHER_HEADS else "first",
+        *operations,
+    ]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     compiled = [f"{operation} sm_{sm}: kernel" for operation in operations for sm in heads]
     assert all(each in done.stdout for each in compiled)

@@ -14,9 +14,10 @@ from msattn.kernels.common import score_products
 from msattn.kernels.conv_attention import band as conv_band
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_attention import operation as module
-from msattn.kernels.testing import Case, full_product, random_qkv, starts, visible
+from msattn.kernels.testing import random_qkv, starts, visible
 from msattn.kernels.types import Backend
 from tests.kernels import mixed_scores, shared
+from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode import forward as module
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
-from msattn.kernels.testing import query_offset, random_qkv, starts
+from msattn.kernels.testing import random_qkv, starts
 from msattn.kernels.types import Backend, ScoreMod, Variant
 from tests.kernels import shared
 from tests.kernels.shared import BACKENDS, FULL, HALF

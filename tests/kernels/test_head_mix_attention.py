@@ -13,9 +13,10 @@ from msattn.kernels.common import score_products
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.head_mix_attention import operation as module
 from msattn.kernels.head_mix_attention import scores as head_mix_scores
-from msattn.kernels.testing import Case, full_product, random_qkv, visible
+from msattn.kernels.testing import random_qkv, visible
 from msattn.kernels.types import Backend
 from tests.kernels import mixed_scores, shared
+from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

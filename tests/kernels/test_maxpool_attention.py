@@ -10,20 +10,10 @@ from hypothesis import strategies as st
 
 from msattn.kernels import reference
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.kernels.testing import (
-    CAPPED_SCALE,
-    CASES,
-    Case,
-    assert_within_budget,
-    block_numbers,
-    capped,
-    full_product,
-    max_over_blocks,
-    random_qkv,
-    starts,
-)
+from msattn.kernels.testing import assert_within_budget, block_numbers, capped, max_over_blocks, random_qkv, starts
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, CASES, Case, full_product
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(1, 50.0, False), (4, 50.0, True), (8, 5.0, False)]  # numbers of cases, limits, and whether there are sinks

@@ -17,14 +17,9 @@ from msattn.kernels.common.checks import query_offset
 from msattn.kernels.multiscale_attention import forward as module
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.testing import (
-    CAPPED_SCALE,
-    CASES,
     Attention,
-    Case,
     assert_within_budget,
     block_numbers,
-    full_product,
-    gradient_rounding,
     random_block_mask,
     random_qkv,
     starts,
@@ -32,6 +27,7 @@ from msattn.kernels.testing import (
 )
 from msattn.kernels.types import Backend, SparseAttention
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, CASES, Case, full_product, gradient_rounding
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(2, 5.0), (1, 50.0), (5, 5.0), (8, 5.0)]  # numbers of cases, and limits

@@ -12,9 +12,9 @@ from torch.nn.functional import normalize, one_hot
 
 from msattn.kernels import nearest_centroid as module
 from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
-from msattn.kernels.testing import random_buckets
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged import block_sparse_attention as module
 from msattn.kernels.paged import paged_block_sparse_attention
-from msattn.kernels.testing import CAPPED_SCALE, capped, random_pages, random_qkv
+from msattn.kernels.testing import capped, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

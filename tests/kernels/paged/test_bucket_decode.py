@@ -13,16 +13,10 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.paged import bucket_decode as module
 from msattn.kernels.paged import paged_bucket_decode
-from msattn.kernels.testing import (
-    CAPPED_SCALE,
-    capped,
-    random_buckets,
-    random_pages,
-    random_qkv,
-    starts,
-)
+from msattn.kernels.testing import capped, random_pages, random_qkv, starts
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

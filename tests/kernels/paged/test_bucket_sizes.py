@@ -10,9 +10,10 @@ from torch import Tensor
 
 from msattn.kernels.paged import bucket_sizes as module
 from msattn.kernels.paged import paged_bucket_sizes
-from msattn.kernels.testing import random_buckets, random_pages, starts
+from msattn.kernels.testing import random_pages, starts
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import random_buckets
 from tests.kernels.shared import BACKENDS
 
 INT = torch.int32

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from msattn.kernels.common import dense_decode
 from msattn.kernels.paged import flash_decode as module
 from msattn.kernels.paged import paged_flash_decode
-from msattn.kernels.testing import CAPPED_SCALE, capped, random_pages, random_qkv, starts
+from msattn.kernels.testing import capped, random_pages, random_qkv, starts
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

@@ -1,0 +1,141 @@
+"""Problems on which the kernels are tested, and tolerances of gradients; see ``kernels/testing.py``."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
+
+
+def random_buckets(
+    batch: int, heads: int, num_keys: int, num_buckets: int, device: str | torch.device = "cpu", seed: int = 0
+) -> Tensor:
+    """Draws the bucket of each key, ``int32 [B, H, M]``.
+
+    Buckets have very unequal sizes; some are empty, and some keys are in no bucket (-1).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
+    return skewed.floor().int().to(device)
+
+
+class Case(NamedTuple):
+    """Problem of an attention operation; ``padding`` counts padded positions."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    padding: tuple[int, ...] | None = None
+    block_size: int = 64
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Number of row blocks and of column blocks."""
+        return -(-self.num_queries // self.block_size), -(-self.num_keys // self.block_size)
+
+    def qkv(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws q, k, v as transposed views, like a model's."""
+        return random_qkv(*self[:6], self.dtype, device, seed)
+
+    def visible(self, device: str = "cpu") -> Tensor:
+        """Returns the mask of visible keys, ``bool [B, 1, N, M]``."""
+        kv_start = starts(self.padding, device)
+        return visible(self.batch, self.num_queries, self.num_keys, self.causal, kv_start, device)
+
+    def options(self, device: str = "cpu") -> dict[str, Any]:
+        """Returns the keyword arguments of the operation."""
+        return {"block_size": self.block_size, "causal": self.causal, "kv_start": starts(self.padding, device)}
+
+
+def full_product(
+    head_size: int, dtype: torch.dtype, lengths: Sequence[tuple[int, int]], block_size: int = 64
+) -> Iterator[Case]:
+    """Yields all combinations of shapes on which a compiled kernel is tested.
+
+    They have group sizes 1, 4 and 7, each with all ``lengths`` (queries, keys), padded and not. Triton compiles a kernel for
+    each kind of length (1, a multiple of 16, other), padding and causality. To limit compilations, only the lengths in
+    ``NOT_CAUSAL`` also run without a causal mask.
+    """
+    for (q_heads, kv_heads), (n, m) in itertools.product([(2, 2), (8, 2), (7, 1)], lengths):
+        variants: list[Any] = [(1, True, None), (2, True, (0, 30))] if m > 1 else [(1, True, None)]
+        if (n, m) in NOT_CAUSAL:
+            variants += [(1, False, None), (2, False, (0, 30))]
+        for batch, causal, padding in variants:
+            yield Case(batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding, block_size)
+
+
+NOT_CAUSAL = [(63, 63), (111, 300)]
+
+# Most pairs of values of dtype, head size, group, lengths, causality, padding and block size occur in some row.
+CASES = [
+    Case(1, 2, 1, 1, 1, 64),
+    Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 32),
+    Case(1, 7, 1, 65, 65, 128, torch.float32, True, None, 64),
+    Case(1, 1, 1, 111, 111, 64, torch.float16, False, None, 32),
+    Case(2, 2, 2, 111, 300, 128, torch.float16, True, (70, 200), 64),
+    Case(2, 7, 1, 65, 129, 80, torch.float32, False, (3, 129), 64),
+    Case(1, 4, 4, 1, 130, 64, torch.float16, True, None, 128),
+    Case(1, 8, 2, 200, 200, 64, torch.float32, True, (7,), 128),
+    Case(2, 4, 1, 130, 65, 128, torch.float32, True, (0, 30), 64),
+    Case(1, 2, 2, 130, 65, 80, torch.float16, False, (20,), 16),
+    Case(1, 1, 1, 257, 257, 256, torch.float16, True, None, 64),
+    Case(1, 2, 1, 40, 90, 8, torch.float32, True, (60,), 16),
+]
+
+# Soft-capped scores: cases and limits, for a scale of CAPPED_SCALE, which makes some scores exceed the smaller limit.
+CAPPED_CASES = [(CASES[n], limit) for n, limit in ((0, 5.0), (2, 5.0), (1, 50.0), (3, 5.0), (4, 50.0), (5, 5.0), (8, 5.0))]
+
+CAPPED_SCALE = 0.5
+
+
+class Rounding(NamedTuple):
+    """Parameters of the rounding band of a gradient; see :func:`assert_within_budget`."""
+
+    term: float
+    count: int
+
+
+def gradient_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> tuple[Rounding, Rounding, Rounding]:
+    """Returns the rounding parameters of the gradients of q, k and v.
+
+    The gradients of a key and a value are sums over the queries of the whole group.
+    """
+    queries, keys = q.shape[2] * (q.shape[1] // k.shape[1]), k.shape[2]
+    return (
+        Rounding(largest_term(dout, v, k, scale), keys),
+        Rounding(largest_term(dout, v, q, scale), queries),
+        Rounding(dout.abs().max().item(), queries),  # P is recomputed from an fp32 LSE and rounds with the scores
+    )
+
+
+def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
+    """Returns the largest term of ``scale * dP . other`` with ``dP = dO V^T``.
+
+    This is the size of the terms that cancel in the gradients of queries and keys. ``dS = P * (dP - rowsum(dO * O))`` is a
+    difference of two sums over the head size, so it has the rounding error of dP even where it is 0, as for a query with one
+    key. Eager code sums ``P * dP`` and gets an exact 0 there.
+    """
+    dp = dout.float() @ v.float().repeat_interleave(dout.shape[1] // v.shape[1], dim=1).mT
+    return scale * (dp.abs().max() * other.abs().max()).item()
+
+
+def assert_sum_within_budget(
+    name: str, actual: Tensor, parts: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1
+) -> None:
+    """Asserts that a sum over queries is as accurate as ``eager``, up to a band.
+
+    The exact addends are ``parts [N, ...]``. The error of one sum of thousands of rounded numbers is a poor estimate of the
+    error in another summation order. The band of :func:`assert_within_budget` is therefore widened by 4 standard deviations of
+    the sum, where every part is off by one unit in the last place of ``actual``'s dtype.
+    """
+    exact = parts.double().sum(0)
+    spread = 4 * torch.finfo(actual.dtype).eps * parts.double().norm(dim=0).max()
+    assert_within_budget(name, actual, exact, exact + (eager.double() - exact).abs().max() + spread, term=term, count=count)
