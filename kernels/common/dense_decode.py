@@ -30,7 +30,6 @@ the result itself. Grid: (split, block of rows), key/value head, sequence; then 
 """
 
 import math
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,64 +68,54 @@ def launch(
     causal: bool,
     scale: float,
     splits: int | None,
-    tile: Tile | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches the kernels; ``tile`` overrides the default tile, for tuning.
+    """Launches the kernels.
 
     With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages ``[P, Hkv, page_size, D]``. The grid
     depends on shapes alone, so that a captured CUDA graph serves any lengths.
     """
-    plan = _plan(q, k, splits, tile, table)
-    buffers = _allocate(q, k, plan)
-    views = _tile_views(k, v, plan)
-    for step in ("max", "sum") if variant == "global" else ("partial",):
-        _launch_step(step, plan, buffers, q, k, v, views, score_mod, kv_start, kv_len, causal, scale, table)
-    if plan.splits > 1:
-        merge_splits(*buffers, rebase=variant == "partial")
-    return buffers.out, buffers.lse
-
-
-class _Plan(NamedTuple):
-    """Division of group * N ``rows`` into ``row_blocks``, of ``num_keys`` keys into ``splits``.
-
-    ``page_size`` is None for keys that are not in pages.
-    """
-
-    tile: Tile
-    rows: int
-    row_blocks: int
-    num_keys: int
-    page_size: int | None
-    splits: int
-
-
-class _Buffers(NamedTuple):
-    """Results of the splits and final results; layouts are in the module docstring."""
-
-    part_max: Tensor
-    part_sum: Tensor
-    part_out: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-def _plan(q: Tensor, k: Tensor, splits: int | None, tile: Tile | None, table: Tensor | None) -> _Plan:
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    page_size = None
-    rows = q_heads // kv_heads * num_queries
-    tile = tile or default_tile(rows, padded_head(head), q.element_size(), capability(q.device))
+    rows, cols, page_size = q_heads // kv_heads * num_queries, padded_head(head), None
+    tile = default_tile(rows, cols, q.element_size(), capability(q.device))
     if table is not None:
         page_size, num_keys = num_keys, num_keys * table.shape[1]
         tile = _tile_of_pages(tile, page_size)
-    row_blocks = triton.cdiv(rows, tile.rows)
-    tiles = triton.cdiv(num_keys, tile.keys)
+    row_blocks, tiles = triton.cdiv(rows, tile.rows), triton.cdiv(num_keys, tile.keys)
     if splits is None:
-        concurrent = tile.programs * num_sms(q.device)
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
-        splits = choose_splits(batch * kv_heads * row_blocks, concurrent, tiles, efficiency)
-    return _Plan(tile, rows, row_blocks, num_keys, page_size, min(splits, tiles))
+        splits = choose_splits(batch * kv_heads * row_blocks, tile.programs * num_sms(q.device), tiles, efficiency)
+    splits = min(splits, tiles)
+
+    out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    part_max = q.new_empty((batch, kv_heads, rows, splits), dtype=torch.float32)
+    if splits == 1:  # the kernel writes the result itself
+        part_sum, part_out = lse, out
+    else:
+        part_sum, part_out = torch.empty_like(part_max), part_max.new_empty((*part_max.shape, head))
+    # Descriptors cannot have strides of 0, nor tiles that cross pages.
+    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))
+    aligned &= page_size is None or page_size % tile.keys == 0
+    views = [tile_view(x, tile.keys) if aligned else None for x in (k, v)]
+    kernel, mod_arguments, window = None, (), num_keys + num_queries
+    if score_mod is not None:
+        kernel, mod_arguments = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers)
+        window = window if score_mod.window is None else score_mod.window
+    for step in ("max", "sum") if variant == "global" else ("partial",):
+        _split_dense_decode_kernel[(splits * row_blocks, kv_heads, batch)](
+            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
+            *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
+            q_heads // kv_heads, num_queries, num_keys, row_blocks, window, scale, LOG2_E if score_mod else scale * LOG2_E,
+            STEP=step, SINGLE=splits == 1, MOD=kernel, CAUSAL=causal, PAGE=page_size,
+            HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
+            num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
+            **pdl_args(q.device),
+        )  # fmt: skip
+    if splits > 1:
+        merge_splits(part_max, part_sum, part_out, out, lse, rebase=variant == "partial")
+    return out, lse
 
 
 def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
@@ -138,56 +127,6 @@ def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
     divisor = math.gcd(tile.keys, page_size)
     keys = divisor if divisor >= min(64, tile.keys) else tile.keys
     return tile._replace(keys=keys, stages=2 * tile.stages - 1, programs=tile.programs * tile.keys // keys)
-
-
-def _allocate(q: Tensor, k: Tensor, plan: _Plan) -> _Buffers:
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    part_max = q.new_empty((q.shape[0], k.shape[1], plan.rows, plan.splits), dtype=torch.float32)
-    if plan.splits == 1:  # the kernel writes the result itself
-        return _Buffers(part_max, lse, out, out, lse)
-    return _Buffers(part_max, torch.empty_like(part_max), part_max.new_empty((*part_max.shape, q.shape[3])), out, lse)
-
-
-def _tile_views(k: Tensor, v: Tensor, plan: _Plan) -> list[Any]:
-    """Returns tensor descriptors of keys and values, or None if rows are not aligned, or tiles cross pages."""
-    aligned = all(has_aligned_rows(x) and 0 not in x.stride() for x in (k, v))  # descriptors cannot have strides of 0
-    aligned &= plan.page_size is None or plan.page_size % plan.tile.keys == 0
-    return [tile_view(x, plan.tile.keys) if aligned else None for x in (k, v)]
-
-
-def _launch_step(
-    step: str,
-    plan: _Plan,
-    buffers: _Buffers,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    views: list[Any],
-    score_mod: ScoreMod | None,
-    kv_start: Tensor | None,
-    kv_len: Tensor | None,
-    causal: bool,
-    scale: float,
-    table: Tensor | None,
-) -> None:
-    """Launches one pass over the keys: "partial", or "max" followed by "sum"."""
-    batch, q_heads, num_queries, head = q.shape
-    kv_heads, num_keys, tile = k.shape[1], plan.num_keys, plan.tile
-    if score_mod is None:
-        kernel, mod_arguments, window = None, (), None
-    else:
-        kernel, mod_arguments, window = score_mod.kernel, (*score_mod.tensors, *score_mod.numbers), score_mod.window
-    _split_dense_decode_kernel[(plan.splits * plan.row_blocks, kv_heads, batch)](
-        q, k, v, *views, buffers.part_max, buffers.part_sum, buffers.part_out, kv_start, kv_len, table, mod_arguments,
-        *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
-        q_heads // kv_heads, num_queries, num_keys, plan.row_blocks, num_keys + num_queries if window is None else window,
-        scale, LOG2_E if score_mod else scale * LOG2_E,
-        STEP=step, SINGLE=plan.splits == 1, MOD=kernel, CAUSAL=causal, PAGE=plan.page_size,
-        HEAD=head, BM=tile.rows, BN=tile.keys, BD=padded_head(head), PRECISION=precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
-        **pdl_args(q.device),
-    )  # fmt: skip
 
 
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:

@@ -29,7 +29,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.score_products import Rows, matmul_accumulate, matmul_accumulate_transposed, reach, row_chunks
+from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, reach, row_chunks
 from msattn.kernels.conv_attention.forward import (
     ScoreFactors,
     apply_band_and_mask,
@@ -71,45 +71,26 @@ def conv_attention_backward(
     grads = [torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)]
     dx, dy, dv = grads
     dband = None if factors.band is None else torch.zeros_like(factors.band)
+    batch, heads, num_queries, head = dout.shape
+    num_keys, tile = v.shape[2], factors.tile("conv_attention_scores")
+    span = tile.keys * TILES_PER_PROGRAM
+    spans = triton.cdiv(num_keys, span)
     for rows, (probs, dscores) in row_chunks(factors.x, factors.y, v.dtype, 2, MIN_ROWS, causal, kv_start):
-        _write_score_gradients(factors, v, dout, lse, row_delta, dband, probs, dscores, rows, scale)
+        _score_gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans, batch * heads)](
+            tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys),
+            tile_view(dout, tile.rows), tile_view(v, tile.keys),
+            lse, row_delta, factors.band, dband, probs, dscores, kv_start,
+            probs.stride(1), probs.stride(2), parent_heads(lse),
+            heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
+            factors.width, scale, scale * LOG2_E,
+            COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=span, REACH=reach(v),
+            RESIDENT=factors.resident, CAUSAL=causal, PRECISION=precision(v.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
         matmul_accumulate_transposed(probs, dout, dv, rows)
         matmul_accumulate_transposed(dscores, factors.x, dy, rows, factors.terms)
         matmul_accumulate(dscores, factors.y, dx, rows, factors.terms)
     return Gradients(dx, dy, dv, dband)
-
-
-def _write_score_gradients(
-    factors: ScoreFactors,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    row_delta: Tensor,
-    dband: Tensor | None,
-    probs: Tensor,
-    dscores: Tensor,
-    rows: Rows,
-    scale: float,
-) -> None:
-    """Writes ``probs, dscores [B, H, rows, M]``.
-
-    Gradients within the band go to ``dband`` and are 0 in ``dscores``.
-    """
-    batch, heads, num_queries, head = dout.shape
-    num_keys = v.shape[2]
-    tile = factors.tile("conv_attention_scores")
-    spans = triton.cdiv(num_keys, tile.keys * TILES_PER_PROGRAM)
-    _score_gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans, batch * heads)](
-        tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys),
-        tile_view(dout, tile.rows), tile_view(v, tile.keys),
-        lse, row_delta, factors.band, dband, probs, dscores, rows.kv_start,
-        probs.stride(1), probs.stride(2), parent_heads(lse),
-        heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
-        factors.width, scale, scale * LOG2_E,
-        COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=tile.keys * TILES_PER_PROGRAM, REACH=reach(v),
-        RESIDENT=factors.resident, CAUSAL=rows.causal, PRECISION=precision(v.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
 
 
 @triton.jit(
@@ -124,7 +105,7 @@ def _score_gradient_kernel(
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
     RESIDENT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program handles a row tile and a span of keys."""
+    """Writes P and dS of a row tile and a span of keys. Gradients within the band go to ``dband`` and are 0 in ``dscores``."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     i0, start = begin + tl.program_id(0) // spans * BM, tl.program_id(0) % spans * SPAN
     last, full = num_keys, num_keys  # end of the keys to write, and of those that all rows see outside the band

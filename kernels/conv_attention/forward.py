@@ -86,7 +86,6 @@ def conv_attention_forward(
     kv_start: Tensor | None,
     causal: bool,
     scale: float,
-    tile: tuned.Tile | None = None,
 ) -> None:
     """Writes attention from score factors and ``v [B, Hkv, M, D]``.
 
@@ -95,7 +94,7 @@ def conv_attention_forward(
     batch, heads, num_queries, head = out.shape
     kv_heads, num_keys = v.shape[1:3]
     cols = padded_head(head)
-    tile = tile or factors.tile("conv_attention")
+    tile = factors.tile("conv_attention")
     row_blocks = triton.cdiv(num_queries, tile.rows)
     l2_heads = max(1, L2_BYTES // ((factors.terms + 1) * num_keys * head * v.itemsize))
     _conv_attention_kernel[(batch * heads * row_blocks,)](

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_backend, resolve_scale
 from msattn.kernels.common.decode_checks import check_flash_decode
 from msattn.kernels.common.dense_decode import launch
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding
 from msattn.kernels.flash_decode.score_mod import built_in
 from msattn.kernels.types import Backend, ScoreMod, SparseAttention, Variant
 
@@ -105,15 +106,11 @@ def _operator(
     return _run(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend)
 
 
-@_operator.register_fake
-def _(q, k, v, mod, mod_tensors, mod_numbers, kv_start, kv_len, variant, causal, scale, splits, backend):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
+def _backward(ctx, *gradients):
+    raise NotImplementedError(f"flash_decode has no gradient: {USE_NO_GRAD}")
 
 
-def _backward(ctx, dout, dlse):
-    raise NotImplementedError("flash_decode is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
-
-
+_operator.register_fake(empty_decoding)
 _operator.register_autograd(_backward)
 
 
