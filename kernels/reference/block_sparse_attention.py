@@ -27,11 +27,6 @@ def block_sparse_attention(
     """Reference of :func:`msattn.kernels.block_sparse_attention`.
 
     It gathers the selected blocks and is differentiable.
-
-    Raises
-    ------
-    ValueError
-        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)

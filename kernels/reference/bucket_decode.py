@@ -26,13 +26,7 @@ def bucket_decode(
     kv_len: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.bucket_decode.bucket_decode`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid, a probe is out of range, offsets are outside ``index.order``, or lengths outside the cache.
-    """
+    """Reference of :func:`msattn.kernels.bucket_decode.bucket_decode`."""
     check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     batch, q_heads, _, head_size = q.shape

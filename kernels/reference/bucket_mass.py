@@ -24,13 +24,7 @@ def bucket_mass(
     q_pos: Tensor | None = None,
     k_pos: Tensor | None = None,
 ) -> BucketMass:
-    """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid, or a bucket number is out of range.
-    """
+    """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`."""
     check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
     scale, softcap, statistics = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), statistics_dtype(q)
     batch, q_heads, num_queries, _ = q.shape

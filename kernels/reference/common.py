@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.types import PagedKeys
 
 SCORES_AT_ONCE = 2**22  # scores in a chunk: 16 MiB in fp32
 
@@ -27,30 +26,6 @@ def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> It
         raise ValueError(f"kv_start={starts}: expected 0 to {k.shape[2]}, the length of left padding")
     for b, start in enumerate(starts):
         yield slice(b, b + 1), min(max(start - offset, 0), q.shape[2]), start, max(offset - start, 0)
-
-
-def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields :func:`filled_slots` of a cache."""
-    return filled_slots(cache.table, cache.kv_len, *cache.k.shape[:2])
-
-
-def filled_slots(table: Tensor, kv_len: Tensor, count_blocks: int, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields page and offset of each filled position of a sequence, int64 ``[kv_len]``.
-
-    Raises
-    ------
-    ValueError
-        If a length is not within the pages of the table, or an entry of a filled page is not a page of the cache.
-    """
-    capacity, lengths = table.shape[1] * page_size, kv_len.tolist()
-    if not all(0 <= length <= capacity for length in lengths):
-        raise ValueError(f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {table.shape[1]} pages")
-    for b, length in enumerate(lengths):
-        pages = table[b, : -(-length // page_size)].long()
-        if bool(((pages < 0) | (pages >= count_blocks)).any()):
-            raise ValueError(f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to {count_blocks - 1}")
-        position = torch.arange(length, device=pages.device)
-        yield pages[position // page_size], position % page_size
 
 
 def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:

@@ -22,11 +22,6 @@ def conv_decode(
     """Reference of :func:`msattn.kernels.conv_decode.conv_decode`.
 
     Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid, or a sequence starts or ends outside the cache.
     """
     check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, k.shape[3]), statistics_dtype(k)

@@ -1,4 +1,4 @@
-"""Reference of ``flash_decode``, both variants, one part of the keys at a time."""
+"""References of ``flash_decode``, both variants, one part of the keys at a time, and of ``merge_states``."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset, resolve_scale, statistics_dtype
-from msattn.kernels.common.decode_checks import check_flash_decode
+from msattn.kernels.common.decode_checks import check_flash_decode, check_states
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import ScoreMod, SparseAttention, Variant
 
@@ -27,11 +27,6 @@ def flash_decode(
     """Reference of :func:`msattn.kernels.flash_decode.flash_decode`.
 
     The keys are read in ``splits`` parts, or in more of them to bound memory.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid, or lengths are outside the cache.
     """
     check_flash_decode(q, k, v, variant, score_mod, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
@@ -82,3 +77,12 @@ def _positions(name: str, x: Tensor | None, default: int, k: Tensor) -> list[int
     if not all(0 <= position <= k.shape[2] for position in positions):
         raise ValueError(f"{name}={positions}: expected positions in the cache, 0 to {k.shape[2]}")
     return positions
+
+
+def merge_states(outs: Tensor, lses: Tensor) -> SparseAttention:
+    """Reference of :func:`msattn.kernels.merge_states.merge_states`."""
+    check_states(outs, lses)
+    lse = lses.logsumexp(0)
+    weights = (lses - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
+    out = (outs.to(lses.dtype) * weights).masked_fill(weights == 0, 0).sum(0)
+    return SparseAttention(out.to(outs.dtype), lse)

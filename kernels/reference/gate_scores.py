@@ -21,13 +21,7 @@ def gate_scores(
     block_size: int = 64,
     kv_start: Tensor | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.gate_scores.gate_scores`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    """
+    """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start)
     heads, hidden, _ = query_weight.shape
     num_queries, num_keys = q.shape[2], k.shape[2]

@@ -33,11 +33,6 @@ def maxpool_attention(
     """Reference of :func:`msattn.kernels.maxpool_attention`.
 
     It holds the scores of a few row blocks at a time.
-
-    Raises
-    ------
-    ValueError
-        If an argument has a wrong shape, dtype or value, or if ``kv_start`` exceeds the number of keys.
     """
     check_qkv(q, k, v)
     check_block_size(block_size)

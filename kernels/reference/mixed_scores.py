@@ -1,44 +1,28 @@
 """Attention with linearly mixed scores in PyTorch, and its gradient."""
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import statistics_dtype
+from msattn.kernels.common.checks import check_per_sequence, resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 
 
-class Mixing(Protocol):
-    """Linear map of scores.
+class Mixing(NamedTuple):
+    """Linear map of scores, ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``.
 
-    It maps ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``. Scores of queries and keys that do not exist are 0.
+    A mixed score depends on scores of ``before`` earlier queries, and of ``left`` earlier and ``right`` later keys; those that
+    do not exist are 0. ``backward`` returns the gradients of weight and scores.
     """
 
-    @property
-    def before(self) -> int:
-        """Number of earlier queries that a mixed score depends on."""
-        ...
-
-    @property
-    def left(self) -> int:
-        """Number of earlier keys that a mixed score depends on."""
-        ...
-
-    @property
-    def right(self) -> int:
-        """Number of later keys that a mixed score depends on."""
-        ...
-
-    def forward(self, weight: Tensor, scores: Tensor) -> Tensor:
-        """Returns the mixed scores."""
-        ...
-
-    def backward(self, weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of weight and scores."""
-        ...
+    forward: Callable[[Tensor, Tensor], Tensor]  # of weight and scores
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of weight, scores and the gradient of the mixed ones
+    before: int = 0
+    left: int = 0
+    right: int = 0
 
 
 class _Chunk(NamedTuple):
@@ -63,15 +47,17 @@ def mixed_attention(
     v: Tensor,
     weight: Tensor,
     mixing: Mixing,
-    causal: bool,
-    scale: float,
-    kv_start: Tensor | None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    kv_start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention with mixed scores, differentiably.
+    """Computes attention with mixed scores, differentiably, for a few queries at a time.
 
     Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``, which are 0 and -inf for rows without visible keys.
     """
-    statistics = statistics_dtype(q)
+    check_per_sequence("kv_start", kv_start, q)
+    scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
     for chunk in _chunks(q, k, weight.to(statistics), mixing, causal, scale, kv_start):
@@ -92,6 +78,7 @@ def mixed_attention_backward(
     out: Tensor,
     lse: Tensor,
     mixing: Mixing,
+    *,
     causal: bool,
     scale: float,
     kv_start: Tensor | None,

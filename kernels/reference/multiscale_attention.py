@@ -50,12 +50,6 @@ def multiscale_attention(
     """Reference of :func:`msattn.kernels.multiscale_attention`.
 
     It gathers the selected keys and means, and supports autograd.
-
-    Raises
-    ------
-    ValueError
-        If an argument has a wrong shape, dtype or value, if a zoom is none of 0, 1, 2, 4, 8, or if ``kv_start`` exceeds the
-        number of keys.
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)

@@ -10,13 +10,7 @@ from msattn.kernels.types import BucketSums, NearestCentroid
 
 
 def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
-    """Reference of :func:`msattn.kernels.nearest_centroid.nearest_centroid`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    """
+    """Reference of :func:`msattn.kernels.nearest_centroid.nearest_centroid`."""
     check_nearest_centroid(k, centroids)
     chunk = max(1, SCORES_AT_ONCE // (k.shape[0] * centroids.shape[0] * centroids.shape[1]))
     best = [(keys.to(centroids.dtype) @ centroids.mT).max(-1) for keys in k.split(chunk, dim=2)]
@@ -25,13 +19,7 @@ def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
 
 
 def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int) -> BucketSums:
-    """Reference of :func:`msattn.kernels.nearest_centroid.bucket_sums`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    """
+    """Reference of :func:`msattn.kernels.nearest_centroid.bucket_sums`."""
     check_bucket_sums(k, buckets, num_buckets)
     batch, heads, _, head = k.shape
     sums = k.new_zeros((batch * heads * (num_buckets + 1), head), dtype=statistics_dtype(k))

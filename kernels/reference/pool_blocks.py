@@ -8,13 +8,7 @@ from msattn.kernels.common.checks import statistics_dtype
 
 
 def pool_blocks(x: Tensor, poolings: list[str], *, block_size: int = 64, start: Tensor | None = None) -> Tensor:
-    """Reference of :func:`msattn.kernels.pool_blocks.pool_blocks`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    """
+    """Reference of :func:`msattn.kernels.pool_blocks.pool_blocks`."""
     check_pool_blocks(x, poolings, block_size, start)
     tokens = x.shape[2]
     if start is None:

@@ -20,13 +20,7 @@ def probe_buckets(
     sizes: Tensor | None = None,
     threshold: float | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    """
+    """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`."""
     check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
     batch, classifiers = len(q), len(weight_in)
     rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
