@@ -1,15 +1,14 @@
 """Benchmark cases of SAAP training: bucket mass and one iteration of k-means."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from msattn.kernels import reference
-from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Options, Peer
+from msattn.kernels.bench import peers
+from msattn.kernels.bench.cases import BenchCase, Forms, Options, Peer, forms_of
 from msattn.kernels.bench.rows import Shape, Work
 
 QUERIES = 1000  # per prompt, as in SAAP training
@@ -22,25 +21,23 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
     (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length, cached=True)
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
     size = shape.batch, shape.kv_heads, shape.length
-    buckets = torch.randint(num_buckets, size, dtype=torch.int32, generator=generator, device=shape.device)
+    buckets = torch.randint(num_buckets, size, dtype=torch.int32, generator=shape.generator(), device=shape.device)
     rows, keys = shape.batch * shape.q_heads * queries, shape.batch * shape.kv_heads * shape.length
     item = shape.dtype.itemsize * shape.head_size
     product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
     work = Work(product.flops, product.bytes + 4 * keys + 4 * rows * (num_buckets + 2))
     layers = [(q, k, buckets)]
-    sizes = {"num_buckets": num_buckets, "softcap": options.softcap}
+    forms = forms_of(op, "bucket_mass", num_buckets=num_buckets, softcap=options.softcap)
+    compared = [
+        Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
+        peers.eager(forms.eager, layers, work, 2 * rows * shape.length),
+    ]
     yield BenchCase(
-        lambda *layer: op.bucket_mass(*layer, **sizes)[:2],
-        lambda *layer: reference.bucket_mass(*layer, **sizes)[:2],
-        partial(eager.bucket_mass, **sizes),
+        *_of_each(forms, lambda result: result[:2]),  # without the keys of the largest scores
         layers,
         work,
-        [
-            Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
-            peers.eager(partial(eager.bucket_mass, **sizes), layers, work, 2 * rows * shape.length),
-        ],
+        compared,
         peers.capped_setting(f"{queries} queries, {num_buckets} buckets", options.softcap),
         queries=queries,
         window=lambda layer, begin, end: (layer[0][:, :, begin:end], layer[1], layer[2][-1:]),
@@ -60,31 +57,22 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     num_buckets = min(1024, max(1, shape.length // 32))
     (k,) = shape.draw(shape.kv_heads, shape.length, cached=True)
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
     size = shape.kv_heads, num_buckets, shape.head_size
-    centroids = normalize(torch.randn(size, generator=generator, device=shape.device), dim=-1)
+    centroids = normalize(torch.randn(size, generator=shape.generator(), device=shape.device), dim=-1)
     rows, item = shape.batch * shape.kv_heads * shape.length, shape.dtype.itemsize
     work = Work(2 * rows * num_buckets * shape.head_size, rows * shape.head_size * item + 4 * centroids.numel())
     rounded = centroids.to(shape.dtype).expand(shape.batch, -1, -1, -1)
     product = Peer("product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone")
-    steps = [
-        (
-            lambda k, centroids: op.nearest_centroid(k, centroids).products,
-            lambda k, centroids: reference.nearest_centroid(k, centroids).products,
-            eager.nearest_centroid,
-            [(k, centroids)],
-            "nearest",
-        ),
-        (
-            lambda k, buckets: op.bucket_sums(k, buckets, num_buckets=num_buckets).sums,
-            lambda k, buckets: reference.bucket_sums(k, buckets, num_buckets=num_buckets).sums,
-            partial(eager.bucket_sums, num_buckets=num_buckets),
-            [(k, op.nearest_centroid(k, centroids).buckets)],
-            "sums",
-        ),
-    ]
-    for call, exact, plain, layers, step in steps:
+    nearest = _of_each(forms_of(op, "nearest_centroid"), lambda result: result[-1])
+    sums = _of_each(forms_of(op, "bucket_sums", num_buckets=num_buckets), lambda result: result[0])
+    buckets = op.nearest_centroid(k, centroids).buckets
+    for step, forms, layer in (("nearest", nearest, (k, centroids)), ("sums", sums, (k, buckets))):
         setting = f"{step}, {num_buckets} buckets"
-        compared = [product, peers.eager(plain, layers, work, rows * num_buckets, setting=setting)]
+        compared = [product, peers.eager(forms.eager, [layer], work, rows * num_buckets, setting=setting)]
         own_work = work._replace(bytes=work.bytes + 4 * rows)
-        yield BenchCase(call, exact, plain, layers, own_work, compared, setting, term=k.norm(dim=-1).max().item())
+        yield BenchCase(*forms, [layer], own_work, compared, setting, term=k.norm(dim=-1).max().item())
+
+
+def _of_each(forms: Forms, part: Callable[[Any], Any]) -> Forms:
+    """Returns forms whose results are a part of those of ``forms``."""
+    return Forms(*(lambda *layer, form=form: part(form(*layer)) for form in forms))

@@ -22,33 +22,50 @@ from msattn.kernels.types import PagedKeys
 
 LAYERS = 8  # caches read in turn, so that none is still in the L2 cache when it is read again
 PARTS = 8  # partial results that merge_states combines
+decode_case = partial(BenchCase, queries=1, graph=True)
 
 
 def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per number of queries and variant of ``flash_decode``."""
-    from msattn.kernels.flash_decode import forward as op
+    for queries, layers, work, compared, setting in _dense_problems(shape, options, causal=False):
+        for variant in ("partial", "global"):
+            forms = _flash_forms(options.softcap, causal=False, variant=variant)
+            yield decode_case(*forms, layers, work, compared, f"{variant}, {setting}", queries=queries)
+
+
+def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields for each number of queries ``flash_decode``, then a case per page size."""
+    from msattn.kernels.paged import flash_decode as op
+
+    forms = _on_pages(forms_of(op, "paged_flash_decode", softcap=options.softcap))
+    for queries, layers, work, compared, setting in _dense_problems(shape, options, causal=True):
+        contiguous = _flash_forms(options.softcap, causal=True)
+        yield decode_case(*contiguous, layers, work, compared, f"contiguous, {setting}", queries=queries)
+        for page_size in PAGE_SIZES:
+            pages = [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers]
+            yield decode_case(*forms, pages, work, compared, f"pages of {page_size}, {setting}", queries=queries)
+
+
+def _flash_forms(cap: float | None, *, causal: bool, **options: Any) -> Forms:
+    from msattn.kernels.flash_decode import flash_decode as op
     from msattn.kernels.flash_decode.score_mod import softcap
 
+    options |= {"causal": causal, "score_mod": None if cap is None else softcap(cap)}
+    plain = partial(eager.flash_decode, causal=causal, softcap=cap)
+    return Forms(partial(op, **options), partial(reference.flash_decode, **options), plain)
+
+
+def _dense_problems(shape: Shape, options: Options, causal: bool) -> Iterator[tuple[int, list[Layer], Work, list[Peer], str]]:
+    """Yields the problem of each number of queries: its layers, work, peers and setting."""
     cap = options.softcap
-    score_mod, plain = None if cap is None else softcap(cap), partial(eager.decode, softcap=cap)
+    plain = partial(eager.flash_decode, causal=causal, softcap=cap)
     cache = shape.cache(LAYERS, max(options.queries))
     for queries in options.queries:
-        layers = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
+        layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
         work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
         scores = shape.batch * shape.q_heads * queries * shape.length
         compared = [*_dense(layers, work, setting, cap), peers.eager(plain, layers, work, scores, setting=setting)]
-        for variant in ("partial", "global"):
-            yield BenchCase(
-                partial(op.flash_decode, variant=variant, score_mod=score_mod),
-                partial(reference.flash_decode, variant=variant, score_mod=score_mod),
-                plain,
-                layers,
-                work,
-                compared,
-                f"{variant}, {setting}",
-                queries=queries,
-                graph=True,
-            )
+        yield queries, layers, work, compared, setting
 
 
 def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -57,15 +74,13 @@ def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     The step has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
     """
     problem = _bucket_problem(shape, options.softcap)
-    compared = _bucket_peers(shape, problem)
-    yield _listed(shape, problem, compared)
-    yield _routed(shape, problem, compared)
+    yield _listed(shape, problem)
+    yield _routed(shape, problem)
 
 
 def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case: the step of SAAP decoding with routing."""
-    problem = _bucket_problem(shape)
-    yield _routed(shape, problem, _bucket_peers(shape, problem))
+    yield _routed(shape, _bucket_problem(shape))
 
 
 def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -73,27 +88,13 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels.paged import bucket_decode as op
 
     problem = _bucket_problem(shape, options.softcap)
-    compared = _bucket_peers(shape, problem)
-    yield _listed(shape, problem, compared, "lists, ")
-    ids = problem.buckets.short()
-
-    def on_pages(function: Function) -> Function:
-        return lambda q, k, v, table, kv_len, *others: function(q, PagedKeys(k, v, table, kv_len), *others)
-
-    forms = Forms(*map(on_pages, forms_of(op, "paged_bucket_decode", **problem.window)))
+    yield _listed(shape, problem, "lists, ")
+    ids, work = problem.buckets.short(), _work(shape, 1, problem.read * shape.length)
+    forms = _on_pages(forms_of(op, "paged_bucket_decode", **problem.window))
     for page_size in PAGE_SIZES:
-        pages = [(layer[0], *_paged(shape, layer[1], layer[2], page_size, [ids])) for layer in problem.layers]
-        layers = [(*paged, layer[4]) for paged, layer in zip(pages, problem.layers, strict=True)]
-        yield BenchCase(
-            *forms,
-            layers,
-            _work(shape, 1, problem.read * shape.length),
-            compared,
-            f"pages of {page_size}, {problem.name}",
-            1 - problem.read,
-            queries=1,
-            graph=True,
-        )
+        pages = [(q, *_paged(shape, k, v, page_size, [ids]), probes) for q, k, v, _, probes in problem.layers]
+        setting = f"pages of {page_size}, {problem.name}"
+        yield decode_case(*forms, pages, work, problem.peers, setting, 1 - problem.read)
 
 
 def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -110,49 +111,16 @@ def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
             _, _, table, kv_len, buckets = _paged(shape, k, v, page_size, [ids])
             layers.append((buckets, table, kv_len))
         compared = [peers.eager(forms.eager, layers, work, ids.numel(), setting=setting)]
-        yield BenchCase(*forms, layers, work, compared, setting, queries=1, graph=True)
+        yield decode_case(*forms, layers, work, compared, setting)
 
 
-def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields for each number of queries ``flash_decode``, then a case per page size."""
-    from msattn.kernels.flash_decode import flash_decode as contiguous
-    from msattn.kernels.flash_decode.score_mod import softcap
-    from msattn.kernels.paged import flash_decode as op
-
-    cap = options.softcap
-    score_mod, plain = None if cap is None else softcap(cap), partial(eager.causal_decode, softcap=cap)
-    cache = shape.cache(LAYERS, max(options.queries))
+def _on_pages(forms: Forms) -> Forms:
+    """Returns forms that take the tensors of the cache one by one."""
 
     def on_pages(function: Function) -> Function:
-        return lambda q, *pages: function(q, PagedKeys(*pages))
+        return lambda q, k, v, table, kv_len, *others: function(q, PagedKeys(k, v, table, kv_len), *others)
 
-    forms = Forms(*map(on_pages, forms_of(op, "paged_flash_decode", softcap=cap)))
-    for queries in options.queries:
-        layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
-        work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
-        scores = shape.batch * shape.q_heads * queries * shape.length
-        compared = [*_dense(layers, work, setting, cap), peers.eager(plain, layers, work, scores, setting=setting)]
-        yield BenchCase(
-            partial(contiguous, causal=True, score_mod=score_mod),
-            partial(reference.flash_decode, causal=True, score_mod=score_mod),
-            plain,
-            layers,
-            work,
-            compared,
-            f"contiguous, {setting}",
-            queries=queries,
-            graph=True,
-        )
-        for page_size in PAGE_SIZES:
-            yield BenchCase(
-                *forms,
-                [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers],
-                work,
-                compared,
-                f"pages of {page_size}, {setting}",
-                queries=queries,
-                graph=True,
-            )
+    return Forms(*map(on_pages, forms))
 
 
 def _paged(shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[Tensor] = ()) -> Layer:
@@ -166,7 +134,8 @@ class _BucketProblem(NamedTuple):
     """Problem of ``bucket_decode``.
 
     ``layers`` are tuples (q, k, v, index, probes) with an index of ``buckets``, int32 ``[B, Hkv, M]``; ``window`` has the
-    options ``recent``, ``sink`` and ``softcap``, ``read`` is the share of keys that is read.
+    options ``recent``, ``sink`` and ``softcap``, ``read`` is the share of keys that is read. The peers are dense attention over
+    all keys, and eager PyTorch with a mask.
     """
 
     layers: list[Layer]
@@ -175,50 +144,36 @@ class _BucketProblem(NamedTuple):
     window: dict[str, Any]
     read: float
     name: str
+    peers: list[Peer]
 
 
 def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProblem:
     num_buckets, recent = min(1024, max(1, shape.length // 32)), min(2047, shape.length // 8)
     num_probes = min(32, max(1, num_buckets // 4))
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
     heads = shape.batch, shape.kv_heads
-    random: dict[str, Any] = {"generator": generator, "device": shape.device}
+    random: dict[str, Any] = {"generator": shape.generator(), "device": shape.device}
     buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **random)
     index = build_bucket_index(buckets, num_buckets)
     probes = torch.rand((LAYERS, *heads, num_buckets), **random).argsort(-1)[..., :num_probes].int().contiguous()
-    layers = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
+    layers: list[Layer] = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
     read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
     name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
-    return _BucketProblem(layers, buckets, num_buckets, {"recent": recent, "sink": 1, "softcap": softcap}, read, name)
+    window, all_keys = {"recent": recent, "sink": 1, "softcap": softcap}, _work(shape, 1, shape.length)
+    plain, scores = partial(eager.bucket_decode, **window), shape.batch * shape.q_heads * shape.length
+    dense = _dense([layer[:3] for layer in layers], all_keys, softcap=softcap)
+    compared = [*dense, peers.eager(plain, layers, all_keys, scores)]
+    return _BucketProblem(layers, buckets, num_buckets, window, read, name, compared)
 
 
-def _bucket_peers(shape: Shape, problem: _BucketProblem) -> list[Peer]:
-    """Returns the peers: dense attention over all keys, and eager PyTorch with a mask."""
-    plain, all_keys = partial(eager.bucket_decode, **problem.window), _work(shape, 1, shape.length)
-    scores = shape.batch * shape.q_heads * shape.length
-    return [
-        *_dense([layer[:3] for layer in problem.layers], all_keys, softcap=problem.window["softcap"]),
-        peers.eager(plain, problem.layers, all_keys, scores),
-    ]
-
-
-def _listed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer], prefix: str = "") -> BenchCase:
+def _listed(shape: Shape, problem: _BucketProblem, prefix: str = "") -> BenchCase:
     """Returns the case of a step without routing."""
     from msattn.kernels import bucket_decode as op
 
-    return BenchCase(
-        *forms_of(op, "bucket_decode", **problem.window),
-        problem.layers,
-        _work(shape, 1, problem.read * shape.length),
-        compared,
-        prefix + problem.name,
-        1 - problem.read,
-        queries=1,
-        graph=True,
-    )
+    forms, work = forms_of(op, "bucket_decode", **problem.window), _work(shape, 1, problem.read * shape.length)
+    return decode_case(*forms, problem.layers, work, problem.peers, prefix + problem.name, 1 - problem.read)
 
 
-def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> BenchCase:
+def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
     """Returns the case of a step with routing by classifiers of 1024 hidden units.
 
     Large output biases determine the probed buckets, so that rounding cannot change the selection.
@@ -226,8 +181,7 @@ def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> 
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    layers, window, read, name = problem.layers, problem.window, problem.read, problem.name
-    num_buckets, num_probes, hidden = layers[0][3].offsets.shape[2] - 1, layers[0][4].shape[2], 1024
+    window, num_buckets, num_probes, hidden = problem.window, problem.num_buckets, problem.layers[0][4].shape[2], 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
         sizes = (shape.head_size, hidden), (1, hidden), (hidden, num_buckets)
@@ -240,47 +194,31 @@ def _routed(shape: Shape, problem: _BucketProblem, compared: Sequence[Peer]) -> 
         chosen = routing.probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
         return op.bucket_decode(q, k, v, index, chosen, **window)
 
-    routed = [with_classifiers(*layer) for layer in layers]
-    work = _work(shape, 1, read * shape.length)
-    weights = sum(x.numel() for x in routed[0][5:])
-    return BenchCase(
+    forms = Forms(
         decode,
         lambda *layer: reference.bucket_decode(*layer[:5], **window),
         lambda *layer: eager.bucket_decode(*layer[:5], **window),
-        routed,
-        Work(
-            work.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights,
-            work.bytes + weights * shape.dtype.itemsize,
-        ),
-        compared,
-        f"{name}, routing included",
-        1 - read,
-        queries=1,
-        graph=True,
     )
+    layers = [with_classifiers(*layer) for layer in problem.layers]
+    weights, attention = sum(x.numel() for x in layers[0][5:]), _work(shape, 1, problem.read * shape.length)
+    flops = attention.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights
+    work = Work(flops, attention.bytes + weights * shape.dtype.itemsize)
+    return decode_case(*forms, layers, work, problem.peers, f"{problem.name}, routing included", 1 - problem.read)
 
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size: one new query and the ones before it."""
     from msattn.kernels import conv_decode as op
 
+    forms, dense = forms_of(op, "conv_decode"), _work(shape, 1, shape.length)
+    scores = shape.batch * shape.q_heads * shape.length
     for c_q, c_k in options.kernels:
         layers: list[Layer] = [(*qkv, conv_weight(shape, c_q, c_k)) for qkv in shape.cache(LAYERS, c_q)]
-        dense = _work(shape, 1, shape.length)
-        scores = shape.batch * shape.q_heads * shape.length
         window = (c_q - 1) * shape.batch * shape.q_heads * shape.head_size * shape.dtype.itemsize
-        flops = dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k)
+        work = Work(dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k), dense.bytes + window)
         cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
-        work = Work(flops, dense.bytes + window)
-        yield BenchCase(
-            *forms_of(op, "conv_decode"),
-            layers,
-            work,
-            [*_dense(cache, dense), peers.eager(eager.conv_decode, layers, work, scores * c_q)],
-            f"{c_q} x {c_k}",
-            queries=1,
-            graph=True,
-        )
+        compared = [*_dense(cache, dense), peers.eager(forms.eager, layers, work, scores * c_q)]
+        yield decode_case(*forms, layers, work, compared, f"{c_q} x {c_k}")
 
 
 def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -288,13 +226,11 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels import merge_states as op
 
     outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
-    lses = torch.randn(outs.shape[:4], generator=generator, device=shape.device)
+    lses = torch.randn(outs.shape[:4], generator=shape.generator(), device=shape.device)
     out, lse = outs[0].numel(), lses[0].numel()
     work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
-    layers = [(outs, lses)]
-    compared = [peers.eager(eager.merge_states, layers, work, out)]
-    yield BenchCase(*forms_of(op, "merge_states"), layers, work, compared, f"{PARTS} parts")
+    compared = [peers.eager(eager.merge_states, [(outs, lses)], work, out)]
+    yield BenchCase(*forms_of(op, "merge_states"), [(outs, lses)], work, compared, f"{PARTS} parts")
 
 
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> list[Peer]:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, one_hot, pad
 
+from msattn.kernels.bench.rows import BLOCK
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.testing import block_numbers, capped, dense_attention, max_over_blocks, tokens_of_blocks, visible
 from msattn.kernels.types import BucketIndex, PagedKeys
-
-BLOCK = 64
 
 
 def maxpool_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,9 +91,9 @@ def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tenso
     return _softmax_attention(mixed, _causal(q, k), v.repeat_interleave(group, 1))
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Dense attention without a mask."""
-    seen = torch.ones((), dtype=torch.bool, device=q.device)
+def flash_decode(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Dense attention of the newest queries, without or with a causal mask."""
+    seen = _causal(q, k) if causal else torch.ones((), dtype=torch.bool, device=q.device)
     return dense_attention(q, k, v, seen, dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
@@ -113,15 +112,10 @@ def bucket_decode(
     return dense_attention(q, k, v, read[:, :, None], dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 
-def causal_decode(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Dense attention of the newest queries with a causal mask."""
-    return dense_attention(q, k, v, _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))[:2]
-
-
 def paged_flash_decode(q: Tensor, cache: PagedKeys, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """Dense attention over the gathered cache; all sequences have the length of the first."""
     k, v = (_gather_pages(x, cache.table, cache.kv_len) for x in (cache.k, cache.v))
-    return causal_decode(q, k, v, softcap)
+    return flash_decode(q, k, v, True, softcap)
 
 
 def paged_bucket_decode(
@@ -171,14 +165,14 @@ def bucket_mass(q: Tensor, k: Tensor, buckets: Tensor, num_buckets: int, softcap
     return probs.new_zeros((*probs.shape[:3], num_buckets)).scatter_add_(3, of_key, probs), lse
 
 
-def nearest_centroid(k: Tensor, centroids: Tensor) -> Tensor:
+def nearest_centroid(k: Tensor, centroids: Tensor) -> tuple[Tensor]:
     """Returns the maximum over the materialized products with all centroids."""
-    return (k.to(centroids.dtype) @ centroids.mT).amax(-1)
+    return ((k.to(centroids.dtype) @ centroids.mT).amax(-1),)
 
 
-def bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
+def bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor]:
     """Multiplies a materialized one-hot matrix with the keys."""
-    return one_hot(buckets.long(), num_buckets).to(k.dtype).mT @ k
+    return (one_hot(buckets.long(), num_buckets).to(k.dtype).mT @ k,)
 
 
 def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

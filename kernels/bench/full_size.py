@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.bench.cases import BenchCase, Layer, ReferenceMismatch, Window, is_float, outputs
-from msattn.kernels.bench.eager import BLOCK
+from msattn.kernels.bench.rows import BLOCK
 
 MAX_WHOLE_QUERIES = 16  # up to this number of queries all results are compared
 WINDOW_ROWS = 128  # a multiple of BLOCK

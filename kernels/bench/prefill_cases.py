@@ -15,12 +15,11 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Layer, Options, Peer, forms_of
-from msattn.kernels.bench.rows import Shape, Work
+from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
+from msattn.kernels.bench.rows import BLOCK, Shape, Work
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 
-BLOCK = eager.BLOCK
 PAGE_SIZES = (16, 64, 256)
 
 
@@ -28,24 +27,15 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case: dense attention and its block map, in a forward pass."""
     from msattn.kernels import maxpool_attention as op
 
-    layers = [shape.qkv()]
-    work = peers.dense_work(shape, False)
-    blocks = -(-shape.length // BLOCK)
-    block_map = 4 * shape.batch * shape.q_heads * blocks**2
-    all_blocks, cap = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device), options.softcap
-    forms = forms_of(op, "maxpool_attention", softcap=cap)
-    yield BenchCase(
-        *forms,
-        layers,
-        Work(work.flops, work.bytes + block_map),
-        [
-            *peers.dense(layers, work, causal=True, softcap=cap),
-            peers.flex(layers, work, all_blocks, coarse=True, softcap=cap),
-            peers.eager(forms.eager, layers, work, _scores(shape)),
-        ],
-        peers.capped_setting("", cap),
-        window=_row_inputs,
-    )
+    layers, cap = [shape.qkv()], options.softcap
+    dense, forms = peers.dense_work(shape, False), forms_of(op, "maxpool_attention", softcap=cap)
+    compared = [
+        *peers.dense(layers, dense, causal=True, softcap=cap),
+        peers.flex(layers, dense, _mask(shape, 0, 1), coarse=True, softcap=cap),
+        peers.eager(forms.eager, layers, dense, _scores(shape)),
+    ]
+    work = Work(dense.flops, dense.bytes + 4 * shape.batch * shape.q_heads * shape.blocks**2)
+    yield prefill_case(*forms, layers, work, compared, peers.capped_setting("", cap))
 
 
 def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -56,22 +46,18 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
     from msattn.kernels.block_sparse_attention import forward as op
 
     qkv, cap = shape.qkv(), options.softcap
-    dense, forms = _dense(shape, qkv, options), forms_of(op, "block_sparse_attention", softcap=cap)
+    forms = forms_of(op, "block_sparse_attention", softcap=cap)
+    dense = _dense(shape, qkv, options, forms.eager, (*qkv, _mask(shape, 0, 1)))
     settings = [(sparsity, shape.q_heads) for sparsity in options.sparsities]
     if shape.kv_heads < shape.q_heads:
         settings.append((options.sparsities[0], shape.kv_heads))
-    full = peers.dense_work(shape, options.backward)
-    for i, (sparsity, heads) in enumerate(settings):
+    for sparsity, heads in settings:
         mask = _mask(shape, sparsity, heads)
-        pairs = _pairs_read(mask, shape)
-        work, realised = peers.attention_work(shape, pairs, options.backward), 1 - pairs / _pairs(shape)
+        work, realised = _work(shape, mask, options.backward)
         setting = peers.capped_setting(f"{sparsity:.0%} sparse" + (", group masks" if heads < shape.q_heads else ""), cap)
         layers = [(*qkv, mask)]
         flex = peers.flex(layers, work, mask, coarse=options.backward, setting=setting, sparsity=realised, softcap=cap)
-        if i == 0:  # eager code computes all scores, whatever the mask
-            scores = _scores(shape)
-            dense.append(peers.eager(forms.eager, layers, full, scores, options.backward))
-        yield BenchCase(*forms, layers, work, [*dense, flex], setting, realised, window=_row_inputs)
+        yield prefill_case(*forms, layers, work, [*dense, flex], setting, realised)
 
 
 def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -79,41 +65,27 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
 
     Prompts are packed, their keys are in shuffled pages. The peer ``block_sparse`` reads the same blocks of contiguous keys.
     """
-    from msattn.kernels.block_sparse_attention import forward as contiguous
-
     qkv, cap = shape.qkv(), options.softcap
-    plain = partial(eager.block_sparse_attention, softcap=cap)
-    all_blocks = torch.ones_like(_mask(shape, 0, 1))
-    full = peers.dense_work(shape, False)
-    dense = [*_dense(shape, qkv, options), peers.eager(plain, [(*qkv, all_blocks)], full, _scores(shape))]
+    exact, plain = (partial(form.block_sparse_attention, softcap=cap) for form in (reference, eager))
+    all_blocks = (*qkv, _mask(shape, 0, 1))
+    dense = _dense(shape, qkv, options, plain, all_blocks)
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=shape.device)
     caches = {page_size: random_pages(*qkv[1:], lengths, page_size)[0] for page_size in PAGE_SIZES}
     for sparsity in options.sparsities:
-        mask = _mask(shape, sparsity, shape.q_heads)
-        pairs, layers = _pairs_read(mask, shape), [(*qkv, mask)]
-        work, realised = peers.attention_work(shape, pairs, False), 1 - pairs / _pairs(shape)
-        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
-        call = partial(contiguous.block_sparse_attention, softcap=cap)
-        block_sparse = Peer("block_sparse", lambda call=call: call, layers, work, realised, setting)
+        mask, setting = _mask(shape, sparsity, shape.q_heads), peers.capped_setting(f"{sparsity:.0%} sparse", cap)
+        work, realised = _work(shape, mask, False)
+        compared = [*dense, _block_sparse_peer(shape, qkv, mask, options, setting)]
         for page_size, cache in caches.items():
+            forms = Forms(_call_on_pages(shape, cache, mask, cap), exact, plain)
             name = f"{setting}, pages of {page_size}"
-            yield _paged(shape, cache, mask, layers, work, [*dense, block_sparse], name, realised, cap)
+            yield prefill_case(*forms, [(*qkv, mask)], work, compared, name, realised)
+    forms = Forms(_call_on_pages(shape, caches[PAGE_SIZES[-1]], None, cap), exact, plain)
     name = peers.capped_setting(f"all blocks, pages of {PAGE_SIZES[-1]}", cap)
-    yield _paged(shape, caches[PAGE_SIZES[-1]], None, [(*qkv, all_blocks)], full, dense, name, 0.0, cap)
+    yield prefill_case(*forms, [all_blocks], peers.dense_work(shape, False), dense, name)
 
 
-def _paged(
-    shape: Shape,
-    cache: PagedKeys,
-    mask: Tensor | None,
-    layers: list[Layer],
-    work: Work,
-    compared: list[Peer],
-    setting: str,
-    sparsity: float,
-    softcap: float | None,
-) -> BenchCase:
-    """Returns a case whose layers have contiguous keys, for the reference; the operation reads them in ``cache``."""
+def _call_on_pages(shape: Shape, cache: PagedKeys, mask: Tensor | None, softcap: float | None) -> Function:
+    """Returns the operation for layers of contiguous keys, which the reference reads; it reads those in ``cache``."""
     from msattn.kernels.paged import block_sparse_attention as op
 
     cu_queries = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device) * shape.length
@@ -126,9 +98,7 @@ def _paged(
         out, lse = op.paged_block_sparse_attention(packed, cache, cu_queries, mask, max_queries=shape.length, softcap=softcap)
         return out.unflatten(0, (shape.batch, -1)).transpose(1, 2), lse.unflatten(0, (shape.batch, -1)).transpose(1, 2)
 
-    exact = partial(reference.block_sparse_attention, softcap=softcap)
-    plain = partial(eager.block_sparse_attention, softcap=softcap)
-    return BenchCase(call, exact, plain, layers, work, compared, setting, sparsity, window=_row_inputs)
+    return call
 
 
 def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -136,31 +106,23 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     The peer ``block_sparse`` is block-sparse attention that reads as many tokens.
     """
-    from msattn.kernels.block_sparse_attention import forward as plain
     from msattn.kernels.multiscale_attention import forward as op
 
     qkv, cap = shape.qkv(), options.softcap
-    dense, forms = _dense(shape, qkv, options), forms_of(op, "multiscale_attention", softcap=cap)
-    full = peers.dense_work(shape, options.backward)
-    for i, sparsity in enumerate(options.sparsities):
-        zoom, mask = _zoom(shape, sparsity), _mask(shape, sparsity, shape.q_heads)
-        pairs = _pairs_read(zoom, shape)
-        work, realised = peers.attention_work(shape, pairs, options.backward), 1 - pairs / _pairs(shape)
-        block_sparse_pairs = _pairs_read(mask, shape)
-        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
-        layers = [(*qkv, zoom)]
-        block_sparse = Peer(
-            "block_sparse",
-            lambda: partial(plain.block_sparse_attention, softcap=cap),
-            [(*qkv, mask)],
-            peers.attention_work(shape, block_sparse_pairs, options.backward),
-            1 - block_sparse_pairs / _pairs(shape),
-            setting,
-        )
-        if i == 0:
-            scores = 2 * _scores(shape)  # and a zoom for each of them
-            dense.append(peers.eager(forms.eager, layers, full, scores, options.backward))
-        yield BenchCase(*forms, layers, work, [*dense, block_sparse], setting, realised, window=_row_inputs)
+    forms = forms_of(op, "multiscale_attention", softcap=cap)
+    dense = _dense(shape, qkv, options, forms.eager, (*qkv, _mask(shape, 0, 1).byte()), terms=2)
+    for sparsity in options.sparsities:
+        zoom, setting = _zoom(shape, sparsity), peers.capped_setting(f"{sparsity:.0%} sparse", cap)
+        work, realised = _work(shape, zoom, options.backward)
+        block_sparse = _block_sparse_peer(shape, qkv, _mask(shape, sparsity, shape.q_heads), options, setting)
+        yield prefill_case(*forms, [(*qkv, zoom)], work, [*dense, block_sparse], setting, realised)
+
+
+def _block_sparse_peer(shape: Shape, qkv: Layer, mask: Tensor, options: Options, setting: str) -> Peer:
+    from msattn.kernels.block_sparse_attention import block_sparse_attention as op
+
+    call = partial(op, softcap=options.softcap)
+    return Peer("block_sparse", lambda: call, [(*qkv, mask)], *_work(shape, mask, options.backward), setting)
 
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -176,15 +138,14 @@ def head_mix_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case, in which the scores of all query heads are mixed."""
     from msattn.kernels.head_mix_attention import operation as op
 
-    weight = torch.eye(shape.q_heads, device=shape.device) + 0.1 * torch.randn(
-        (shape.q_heads, shape.q_heads), generator=_generator(shape), device=shape.device
-    )
+    noise = torch.randn((shape.q_heads, shape.q_heads), generator=shape.generator(), device=shape.device)
+    weight = torch.eye(shape.q_heads, device=shape.device) + 0.1 * noise
     yield _weighted(shape, options, weight.to(shape.dtype), 2 * shape.q_heads, op, "head_mix_attention")
 
 
 def conv_weight(shape: Shape, c_q: int, c_k: int) -> Tensor:
     """Draws convolution weights ``[Hq, c_q, c_k]`` close to the identity."""
-    weight = 0.1 * torch.randn((shape.q_heads, c_q, c_k), generator=_generator(shape), device=shape.device)
+    weight = 0.1 * torch.randn((shape.q_heads, c_q, c_k), generator=shape.generator(), device=shape.device)
     weight[:, c_q - 1, (c_k - 1) // 2] += 1
     return weight.to(shape.dtype)
 
@@ -205,11 +166,11 @@ def _weighted(
     recomputes the mixing and has two more of the same size.
     """
     layers, forms = [(*shape.qkv(), weight)], forms_of(module, name)
-    full = peers.dense_work(shape, options.backward)
-    work = Work(full.flops + flops_per_score * (3 if options.backward else 1) * _pairs(shape), full.bytes)
-    eager_peer = peers.eager(forms.eager, layers, work, 2 * _scores(shape), options.backward)
-    compared = [*_dense(shape, layers[0][:3], options), eager_peer]
-    return BenchCase(*forms, layers, work, compared, setting, window=_row_inputs, context=context)
+    dense = peers.dense_work(shape, options.backward)
+    work = Work(dense.flops + flops_per_score * (3 if options.backward else 1) * _pairs(shape), dense.bytes)
+    compared = _dense(shape, layers[0][:3], options)
+    compared.append(peers.eager(forms.eager, layers, work, 2 * _scores(shape), options.backward))
+    return prefill_case(*forms, layers, work, compared, setting, context=context)
 
 
 def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:
@@ -223,17 +184,22 @@ def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:
     return q[:, :, begin:end], k[:, :, :end], v[:, :, :end], *others
 
 
-def _dense(shape: Shape, qkv: tuple[Tensor, ...], options: Options) -> list[Peer]:
-    return peers.dense([qkv], peers.dense_work(shape, options.backward), causal=True, softcap=options.softcap)
+prefill_case = partial(BenchCase, window=_row_inputs)
 
 
-def _generator(shape: Shape) -> torch.Generator:
-    return torch.Generator(shape.device).manual_seed(shape.seed)
+def _dense(
+    shape: Shape, qkv: Layer, options: Options, plain: Function | None = None, layer: Layer = (), terms: int = 1
+) -> list[Peer]:
+    """Returns the dense peers and ``plain``, eager code that computes all scores of ``layer``, ``terms`` numbers for each."""
+    work = peers.dense_work(shape, options.backward)
+    dense = peers.dense([qkv], work, causal=True, softcap=options.softcap)
+    if plain is not None:
+        dense.append(peers.eager(plain, [layer], work, terms * _scores(shape), options.backward))
+    return dense
 
 
 def _mask(shape: Shape, sparsity: float, heads: int) -> Tensor:
-    blocks = -(-shape.length // BLOCK)
-    return random_block_mask(1, heads, blocks, blocks, 1 - sparsity, shape.device, shape.seed)
+    return random_block_mask(1, heads, shape.blocks, shape.blocks, 1 - sparsity, shape.device, shape.seed)
 
 
 def _zoom(shape: Shape, sparsity: float) -> Tensor:
@@ -241,12 +207,11 @@ def _zoom(shape: Shape, sparsity: float) -> Tensor:
 
     The diagonal is always read.
     """
-    blocks = -(-shape.length // BLOCK)
     # Share of blocks at each of the zooms 2, 4 and 8: at most that at zoom 1, and such that all shares sum to at most 1.
     each = min((1 - sparsity) / 1.875, sparsity / 2.125)
     whole = 1 - sparsity - 0.875 * each
     edges = torch.tensor([whole, whole + each, whole + 2 * each, whole + 3 * each], device=shape.device)
-    drawn = torch.rand((1, shape.q_heads, blocks, blocks), generator=_generator(shape), device=shape.device)
+    drawn = torch.rand((1, shape.q_heads, shape.blocks, shape.blocks), generator=shape.generator(), device=shape.device)
     levels = torch.tensor([1, 2, 4, 8, 0], dtype=torch.uint8, device=shape.device)
     zoom = levels[torch.bucketize(drawn, edges, right=True)]
     zoom.diagonal(dim1=2, dim2=3).fill_(1)
@@ -262,10 +227,10 @@ def _pairs(shape: Shape) -> float:
     return shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2
 
 
-def _pairs_read(selection: Tensor, shape: Shape) -> float:
-    """Returns the number of visible scores that attention with a mask or zooms reads.
+def _work(shape: Shape, selection: Tensor, backward: bool) -> tuple[Work, float]:
+    """Returns the work of attention with a mask or zooms ``[1, heads, T, T]``, and the share of the pairs that is not read.
 
-    ``selection`` is the mask or the zooms, ``[1, heads, T, T]``. The mean of several keys has one score.
+    The mean of several keys has one score.
     """
     first = torch.arange(selection.shape[3], device=selection.device, dtype=torch.float64) * BLOCK
     tokens = (shape.length - first).clamp(max=BLOCK)
@@ -273,4 +238,5 @@ def _pairs_read(selection: Tensor, shape: Shape) -> float:
     below = torch.outer(tokens, tokens).tril(-1)
     zooms = (1,) if selection.dtype == torch.bool else (1, 2, 4, 8)
     read = sum(float(((selection == z).sum((0, 1)) * (below / z + on_diagonal)).sum()) for z in zooms)
-    return read * shape.batch * shape.q_heads / selection.shape[1]
+    pairs = read * shape.batch * shape.q_heads / selection.shape[1]
+    return peers.attention_work(shape, pairs, backward), 1 - pairs / _pairs(shape)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+BLOCK = 64  # tokens of a block in all problems
 CHECK_LENGTH = 333  # tokens of the check before timing: several blocks, the last one partial
 
 
@@ -30,6 +31,15 @@ class Shape:
         return dataclasses.replace(
             self, length=CHECK_LENGTH, batch=min(2, self.batch), q_heads=group * kv_heads, kv_heads=kv_heads
         )
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of ``BLOCK`` keys."""
+        return -(-self.length // BLOCK)
+
+    def generator(self) -> torch.Generator:
+        """Returns a generator of random numbers on the device, of the same seed at every call."""
+        return torch.Generator(self.device).manual_seed(self.seed)
 
     def draw(self, heads: int, tokens: int, layers: int = 1, *, cached: bool = False) -> list[Tensor]:
         """Draws normal ``[B, heads, tokens, D]`` for each layer.

@@ -11,31 +11,16 @@ import torch
 from msattn.kernels.bench import clustering_cases, decode_cases, prefill_cases, selection_cases
 from msattn.kernels.bench.candidate_tiles import SHIPPED, ignore_user_tiles, list_candidates, override_tile, variant_name
 from msattn.kernels.bench.cases import BenchCase, Function, Options, Peer, ReferenceMismatch, check, runner
-from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.full_size import error_at_full_size
 from msattn.kernels.bench.rows import BenchRow, Shape, Work, throughput
-from msattn.kernels.bench.timing import compile_seconds, peak_memory_gb, time_ms
+from msattn.kernels.bench.timing import ceilings, compile_seconds, peak_memory_gb, time_ms
+from msattn.kernels.operations import OPERATIONS
 
 CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
-    "maxpool_attention": prefill_cases.maxpool_attention,
-    "block_sparse_attention": prefill_cases.block_sparse_attention,
-    "paged_block_sparse_attention": prefill_cases.paged_block_sparse_attention,
-    "multiscale_attention": prefill_cases.multiscale_attention,
-    "conv_attention": prefill_cases.conv_attention,
-    "head_mix_attention": prefill_cases.head_mix_attention,
-    "bucket_decode": decode_cases.bucket_decode,
-    "probe_buckets": decode_cases.probe_buckets,
-    "flash_decode": decode_cases.flash_decode,
-    "paged_bucket_decode": decode_cases.paged_bucket_decode,
-    "paged_bucket_sizes": decode_cases.paged_bucket_sizes,
-    "paged_flash_decode": decode_cases.paged_flash_decode,
-    "conv_decode": decode_cases.conv_decode,
-    "bucket_mass": clustering_cases.bucket_mass,
-    "merge_states": decode_cases.merge_states,
-    "nearest_centroid": clustering_cases.nearest_centroid,
-    "gate_scores": selection_cases.gate_scores,
-    "pool_blocks": selection_cases.pool_blocks,
-    "best_blocks": selection_cases.best_blocks,
+    name: getattr(module, name)
+    for name in OPERATIONS
+    for module in (prefill_cases, decode_cases, clustering_cases, selection_cases)
+    if hasattr(module, name)
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Options, forms_of
-from msattn.kernels.bench.rows import Shape, Work
+from msattn.kernels.bench.rows import BLOCK, Shape, Work
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -17,8 +17,8 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels import gate_scores as op
 
     (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
-    heads, size, blocks = shape.q_heads, shape.head_size, -(-shape.length // eager.BLOCK)
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
+    heads, size, blocks = shape.q_heads, shape.head_size, shape.blocks
+    generator = shape.generator()
     query_weight, key_weight = (
         torch.randn((heads, size, pools * size), generator=generator, device=shape.device) * size**-0.5 for pools in (1, 2)
     )
@@ -26,13 +26,11 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
         "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
         "q_pool": ["avg"],
         "k_pool": ["max", "min"],
-        "block_size": eager.BLOCK,
+        "block_size": BLOCK,
     }
     scored = shape.batch * heads * blocks
-    work = Work(
-        2 * size * scored * (3 * size + blocks / 2),
-        (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks,
-    )
+    moved = (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
+    work = Work(2 * size * scored * (3 * size + blocks / 2), moved)
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
     plain = partial(reference.gate_scores, **gate)
     compared = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
@@ -46,7 +44,7 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
         (x,) = shape.draw(heads, shape.length)
         forms = forms_of(op, "pool_blocks", poolings=poolings)
-        pooled = shape.batch * heads * -(-shape.length // eager.BLOCK) * len(poolings) * shape.head_size
+        pooled = shape.batch * heads * shape.blocks * len(poolings) * shape.head_size
         work = Work(x.numel() * len(poolings), x.numel() * shape.dtype.itemsize + 4 * pooled)
         setting = f"{' and '.join(poolings)}, {heads} heads"
         compared = [peers.eager(forms.eager, [(x,)], work, x.numel() // 2, setting=setting)]
@@ -57,10 +55,9 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case of ``block_softmax``, then one of ``best_blocks`` per sparsity."""
     from msattn.kernels import best_blocks as op
 
-    blocks = -(-shape.length // eager.BLOCK)
+    blocks = shape.blocks
     size = shape.batch, shape.q_heads, blocks, blocks
-    generator = torch.Generator(shape.device).manual_seed(shape.seed)
-    logits = torch.randn(size, generator=generator, device=shape.device) * 2
+    logits = torch.randn(size, generator=shape.generator(), device=shape.device) * 2
     visible = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device).tril_()
     visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
     work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())

@@ -1,13 +1,16 @@
-"""Time, peak memory and compile time of a call, on a GPU or a CPU."""
+"""Time, peak memory and compile time of a call, and peak rates, of a GPU or a CPU."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+
+from msattn.kernels.bench.rows import PeakRates
 
 Call = Callable[[], object]
 SLEEP_CYCLES = 2_000_000  # GPU clock cycles to idle before a timed call: about as long as Python takes to launch it
@@ -98,3 +101,20 @@ def graphed(call: Call, device: str) -> Call:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+@cache
+def ceilings(device: str, dtype: torch.dtype) -> PeakRates:
+    """Measures this machine's peak TFLOP/s of a matrix product in ``dtype``, and peak TB/s.
+
+    This takes some seconds; the result is cached. The memory ceiling is the larger bandwidth of a copy (which reads and writes)
+    and a sum (which only reads).
+    """
+    side, size = (1024, 2**26) if device == "cpu" else (8192, 2**31)
+    a, b = torch.randn(2, side, side, dtype=dtype, device=device)
+    product = time_ms(lambda: a @ b, device, budget_s=1.0)
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    copied = time_ms(lambda: target.copy_(source), device, budget_s=1.0)
+    read = time_ms(source.sum, device, budget_s=1.0)
+    return PeakRates(2 * side**3 / product.median / 1e9, max(2 * size / copied.median, size / read.median) / 1e9)

@@ -14,8 +14,8 @@ from torch import Tensor
 from msattn.kernels import bench, merge_states
 from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, eager, peers, prefill_cases
-from msattn.kernels.bench.ceilings import ceilings
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
+from msattn.kernels.bench.timing import ceilings
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from msattn.trainer.commands.bench_report import figure
@@ -138,7 +138,7 @@ def test_work_counts_the_scores_that_are_read() -> None:
     shape = replace(SMALL, length=200)
     mask = torch.rand(1, 6, 4, 4) < 0.4
     tokens = mask.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :200, :200].tril()
-    assert prefill_cases._pairs_read(mask, shape) == int(tokens.sum()) * shape.batch
+    assert prefill_cases._work(shape, mask, False)[0].flops == 4 * shape.head_size * int(tokens.sum()) * shape.batch
     dense = peers.dense_work(shape, backward=False)
     assert dense.flops == 4 * 16 * 2 * 6 * 200 * 201 / 2
     assert dense.bytes == 4 * 2 * 200 * (2 * 6 * 16 + 2 * 2 * 16 + 6)
@@ -149,7 +149,7 @@ def test_work_counts_the_scores_that_are_read() -> None:
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
 def test_random_zooms_skip_the_given_share_of_tokens(sparsity: float) -> None:
     shape = replace(SMALL, length=64 * 256, batch=1)
-    skipped = 1 - prefill_cases._pairs_read(prefill_cases._zoom(shape, sparsity), shape) / prefill_cases._pairs(shape)
+    skipped = prefill_cases._work(shape, prefill_cases._zoom(shape, sparsity), False)[1]
     assert skipped == pytest.approx(sparsity, abs=0.01)  # the diagonal is always read
 
 
