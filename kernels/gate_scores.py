@@ -101,7 +101,13 @@ def launch(
     gate_q = launch_projection(pooled_q, query_weight, inv_freq, kv_start, num_keys - num_queries, block_size, scale)
     gate_k = launch_projection(pooled_k, key_weight, inv_freq, None, 0, block_size, 1.0)
     scores = _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size)
-    launch_map(gate_q, gate_k, scores, kv_start, num_queries, num_keys, block_size)
+    batch, heads, rows, cols = scores.shape
+    hidden = gate_q.shape[3]
+    _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
+        gate_q, gate_k, scores, kv_start, num_queries, num_keys, num_keys - num_queries, rows, cols,
+        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(32, padded_head(hidden)),
+        num_warps=4, num_stages=2 if hidden <= 128 else 1,
+    )  # fmt: skip
     return scores
 
 
@@ -139,28 +145,6 @@ def launch_projection(
         ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     return out
-
-
-def launch_map(
-    gate_q: Tensor,
-    gate_k: Tensor,
-    scores: Tensor,
-    kv_start: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    block_size: int,
-) -> None:
-    """Launches the softmax of base-2 logits ``gate_q gate_k^T`` over visible blocks.
-
-    Writes ``scores [B, Hg, Tr, Tc]``.
-    """
-    batch, heads, rows, cols = scores.shape
-    hidden = gate_q.shape[3]
-    _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, scores, kv_start, num_queries, num_keys, num_keys - num_queries, rows, cols,
-        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(32, padded_head(hidden)),
-        num_warps=4, num_stages=2 if hidden <= 128 else 1,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads_in", "blocks", "offset"])

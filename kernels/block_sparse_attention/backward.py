@@ -18,12 +18,10 @@ Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists
 :mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import compact_columns, compact_rows, find_list
 from msattn.kernels.common.checks import aligned_gradient, check_layout, query_offset
@@ -41,7 +39,6 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 
 
@@ -102,13 +99,6 @@ def launch(
 
 
 UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
-
-
-def _empty(dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-operator = register_op("block_sparse_attention_backward", launch, reference.block_sparse_attention_backward, _empty)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])

@@ -41,7 +41,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.types import Backend, SparseAttention
 
@@ -137,8 +137,13 @@ def launch(
     return out, lse
 
 
-_operator = register_op("block_sparse_attention", launch, reference.block_sparse_attention, empty_attention)
-register_attention_autograd(_operator, backward.operator, lse_gradient=True)
+_operator, _backward_operator = register_attention(
+    "block_sparse_attention",
+    launch,
+    backward.launch,
+    reference.block_sparse_attention,
+    reference.block_sparse_attention_backward,
+)
 
 
 # num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.

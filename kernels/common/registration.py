@@ -8,7 +8,7 @@ alone, as its LSE stays inside.
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -61,24 +61,39 @@ def register_op(
     return operator
 
 
-def register_attention_autograd(operator: Operator, backward_operator: Operator, lse_gradient: bool) -> None:
-    """Registers the autograd formula of an operator with the arguments q, k, v, block map or weight, ``kv_start``, options.
+def register_attention(
+    name: str,
+    launch: Callable[..., Any],
+    launch_backward: Callable[..., Any],
+    reference: Callable[..., Any],
+    reference_backward: Callable[..., Any],
+) -> tuple[Operator, Operator]:
+    """Registers differentiable attention and its backward pass, the operator ``msattn::<name>_backward``.
 
-    Its backward operator takes the gradients of ``out`` and, with ``lse_gradient``, of ``lse``; then the first four arguments,
-    the results, ``kv_start`` and the options.
+    The arguments of attention are q, k, v, a block map or weight, ``kv_start``, and options. The backward pass takes the
+    gradient of ``out``, that of ``lse`` if it has a parameter ``dlse``, the first four arguments, the results, ``kv_start`` and
+    the options. It returns the gradients of the first three arguments, or of four.
     """
+    of_backward = signature(launch_backward)
+    first, count = list(of_backward.parameters).index("q"), len(get_args(of_backward.return_annotation))
+
+    def empty_gradients(*arguments):
+        return tuple(torch.empty_like(x) for x in arguments[first : first + count])
+
+    operator = register_op(name, launch, reference, empty_attention)
+    backward_operator = register_op(f"{name}_backward", launch_backward, reference_backward, empty_gradients)
 
     def save(ctx, inputs, output):
         *tensors, kv_start = inputs[:5]
         ctx.options = inputs[5:]
         ctx.save_for_backward(*tensors, *output, kv_start)
 
-    def backward(ctx, dout, dlse):
-        given = (dout, dlse) if lse_gradient else (dout,)
-        gradients = backward_operator(*given, *ctx.saved_tensors, *ctx.options)
-        return *gradients, *[None] * (5 + len(ctx.options) - len(gradients))
+    def backward(ctx, *gradients):
+        gradients = backward_operator(*gradients[:first], *ctx.saved_tensors, *ctx.options)
+        return *gradients, *[None] * (5 + len(ctx.options) - count)
 
     operator.register_autograd(backward, setup_context=save)
+    return operator, backward_operator
 
 
 def empty_attention(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

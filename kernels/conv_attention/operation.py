@@ -22,8 +22,6 @@ a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). 
 query, not even through rounding.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ from msattn.kernels.common.checks import (
     resolve_scale,
 )
 from msattn.kernels.common.mta_checks import check_conv_weight
-from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.score_products import zero_padding
 from msattn.kernels.conv_attention.backward import conv_attention_backward
 from msattn.kernels.conv_attention.band import (
@@ -177,12 +175,10 @@ def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, caus
     return conv, ScoreFactors(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 
 
-def _empty_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
-
-
-_operator = register_op("conv_attention", launch, reference.conv_attention_forward, empty_attention)
-_backward_operator = register_op(
-    "conv_attention_backward", launch_backward, reference.conv_attention_backward, _empty_gradients
+_operator, _backward_operator = register_attention(
+    "conv_attention",
+    launch,
+    launch_backward,
+    reference.conv_attention_forward,
+    reference.conv_attention_backward,
 )
-register_attention_autograd(_operator, _backward_operator, lse_gradient=False)

@@ -10,8 +10,6 @@ would take one product for each key/value head. The backward pass takes 5 produc
 two buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from msattn.kernels.common.checks import (
     resolve_scale,
 )
 from msattn.kernels.common.mta_checks import check_head_weight
-from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, row_chunks, zero_padding
 from msattn.kernels.head_mix_attention.materialized import materialized_attention, materialized_attention_backward
 from msattn.kernels.head_mix_attention.scores import MAX_HEADS, mix_heads, mix_heads_backward, score_dtype, write_scores
@@ -141,12 +139,10 @@ def launch_backward(
     return dq, dk, dv, dweight
 
 
-def _empty_gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(weight)
-
-
-_operator = register_op("head_mix_attention", launch, reference.head_mix_attention_forward, empty_attention)
-_backward_operator = register_op(
-    "head_mix_attention_backward", launch_backward, reference.head_mix_attention_backward, _empty_gradients
+_operator, _backward_operator = register_attention(
+    "head_mix_attention",
+    launch,
+    launch_backward,
+    reference.head_mix_attention_forward,
+    reference.head_mix_attention_backward,
 )
-register_attention_autograd(_operator, _backward_operator, lse_gradient=False)

@@ -50,7 +50,7 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.registration import empty_attention, register_attention_autograd, register_op
+from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.multiscale_attention import backward
 from msattn.kernels.multiscale_attention.levels import (
@@ -161,8 +161,13 @@ def launch(
     return out, lse
 
 
-_operator = register_op("multiscale_attention", launch, reference.multiscale_attention, empty_attention)
-register_attention_autograd(_operator, backward.operator, lse_gradient=True)
+_operator, _backward_operator = register_attention(
+    "multiscale_attention",
+    launch,
+    backward.launch,
+    reference.multiscale_attention,
+    reference.multiscale_attention_backward,
+)
 
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])

@@ -52,26 +52,6 @@ def write_pages(
         If a gradient is required.
     """
     check_no_gradient("write_pages", k, v)
-    _check(k, v, keys, values, pages, offsets, ids, buckets)
-    if resolve_backend(backend, k, "k") == "triton":
-        with torch.cuda.device_of(k):
-            launch(k, v, keys, values, pages, offsets, ids, buckets)
-        return
-    keys[pages, offsets], values[pages, offsets] = k.transpose(0, 1), v.transpose(0, 1)
-    if ids is not None and buckets is not None:
-        buckets[pages, offsets] = ids.T.to(buckets.dtype)
-
-
-def _check(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pages: Tensor,
-    offsets: Tensor,
-    ids: Tensor | None,
-    buckets: Tensor | None,
-) -> None:
     if not k.is_floating_point() or k.dim() != 3 or min(k.shape) < 1:
         raise ValueError(f"k is {k.dtype} {tuple(k.shape)}: expected floating point [Hkv, T, D], each at least 1")
     heads, tokens, size = k.shape
@@ -93,6 +73,13 @@ def _check(
     for name, x in others.items():
         if x is not None:
             check_device(name, x, "k", k)
+    if resolve_backend(backend, k, "k") == "triton":
+        with torch.cuda.device_of(k):
+            launch(k, v, keys, values, pages, offsets, ids, buckets)
+        return
+    keys[pages, offsets], values[pages, offsets] = k.transpose(0, 1), v.transpose(0, 1)
+    if ids is not None and buckets is not None:
+        buckets[pages, offsets] = ids.T.to(buckets.dtype)
 
 
 def launch(
