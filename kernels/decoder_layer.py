@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import FLOATS, check_device, check_no_gradient, check_qkv, resolve_backend
+from msattn.kernels.common.checks import FLOATS, check_device, check_no_gradient, check_qkv, check_tensor, resolve_backend
 from msattn.kernels.common.primitives import WARP_ELEMENTS, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.types import Backend
 
@@ -162,9 +162,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D from 1 to {MAX_ROW}"
         )
-    if weight.dtype != x.dtype or weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}: expected {x.dtype} ({x.shape[-1]},), as x's rows")
-    check_device("weight", weight, "x", x)
+    check_tensor("weight", weight, x.dtype, x.shape[-1:], "x", x)
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps={eps!r}: expected a finite number, 0 or more")
 
@@ -172,11 +170,7 @@ def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
 def _check_gated_silu(gate: Tensor, up: Tensor) -> None:
     if gate.dtype not in FLOATS or gate.dim() < 1:
         raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 [..., F]")
-    if up.dtype != gate.dtype or up.shape != gate.shape:
-        raise ValueError(
-            f"up is {up.dtype} {tuple(up.shape)}: expected gate's dtype and shape, {gate.dtype} {tuple(gate.shape)}"
-        )
-    check_device("up", up, "gate", gate)
+    check_tensor("up", up, gate.dtype, gate.shape, "gate", gate)
 
 
 def _check_rotate_and_append(
@@ -197,9 +191,7 @@ def _check_rotate_and_append(
         check_device(name, x, "q", q)
     if values.shape != keys.shape:
         raise ValueError(f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}")
-    if position.dtype != torch.int64 or position.shape != (1,):
-        raise ValueError(f"position is {position.dtype} {tuple(position.shape)}: expected int64 (1,)")
-    check_device("position", position, "q", q)
+    check_tensor("position", position, torch.int64, (1,), "q", q)
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from msattn.kernels import tuned
 from msattn.kernels.bench.rows import BenchRow
+from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.tuned import Tile
 
 SHIPPED = "shipped"  # name of the variant that uses the tiles of the package
@@ -63,18 +64,10 @@ CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation 
     "nearest_centroid": _tiles("128-128-8-3 128-64-8-2 128-64-8-3 128-64-4-2 64-128-4-2 64-64-4-2 256-64-8-2"),
     "bucket_sums": _tiles("128-64-8-3 128-64-8-4-2 128-32-8-3-2 128-128-8-3 64-64-4-3-3 64-64-4-4-4 64-128-4-3-2"),
 }
-FORWARD_KERNELS = {
-    "maxpool_attention": ["maxpool_attention"],
-    "block_sparse_attention": ["block_sparse_attention"],
-    "paged_block_sparse_attention": ["paged_block_sparse_attention"],
-    "multiscale_attention": ["multiscale_attention"],
+FORWARD_KERNELS = {name: [name] for name in OPERATIONS if name in CANDIDATES} | {
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],
-    "bucket_decode": ["bucket_decode"],
-    "paged_bucket_decode": ["paged_bucket_decode"],
-    "flash_decode": ["flash_decode"],
     "paged_flash_decode": ["flash_decode"],
-    "bucket_mass": ["bucket_mass"],
     "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
 BACKWARD_KERNELS = {
@@ -105,11 +98,8 @@ def variant_name(kernel: str, tile: Tile) -> str:
 def faster_tiles(operation: str, backward: bool, rows: Sequence[BenchRow]) -> dict[str, tuple[Tile, float]]:
     """Returns the tiles that are faster than the shipped ones by ``MIN_SPEEDUP``.
 
-    Returns
-    -------
-    dict
-        ``{kernel: (tile, speedup)}``, at most one tile per kernel. The speedup is the geometric mean over all problems; a tile
-        that failed on one of them is not considered.
+    The result is ``{kernel: (tile, speedup)}``, at most one tile per kernel. The speedup is the geometric mean over all
+    problems; a tile that failed on one of them is not considered.
     """
     timed: dict[str, dict[tuple[int, int, str], float]] = {}
     for row in rows:

@@ -144,12 +144,8 @@ def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
 def check(case: BenchCase, backward: bool) -> None:
     """Compares outputs, and gradients if ``backward``, with the fp64 reference.
 
-    The tolerance is the error of the eager form in the same precision plus a rounding band (see ``kernels/testing.py``).
-
-    Raises
-    ------
-    ReferenceMismatch
-        If the error exceeds the tolerance.
+    The tolerance is the error of the eager form in the same precision plus a rounding band (see ``kernels/testing.py``);
+    a larger error raises ReferenceMismatch.
     """
     layer = case.layers[0]
     exact_layer = tuple(x.double() if is_float(x) else x for x in layer)

@@ -235,10 +235,8 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def _dense(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> list[Peer]:
     """Returns the dense peers, which read all keys."""
-    return [
-        *peers.dense(layers, work, causal=False, setting=setting, softcap=softcap),
-        peers.flex_decode(layers, work, setting, softcap),
-    ]
+    dense = peers.dense(layers, work, causal=False, setting=setting, softcap=softcap)
+    return [*dense, peers.flex(layers, work, setting=setting, softcap=softcap)]
 
 
 def _work(shape: Shape, queries: int, keys: float) -> Work:

@@ -63,24 +63,19 @@ def _means(x: Tensor, z: int) -> Tensor:
     return (groups / counts).to(x.dtype).repeat_interleave(z, 2)[:, :, :tokens]
 
 
-def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-    """Softmax attention with a convolution over the scores."""
+def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, before: int | None = None) -> Tensor:
+    """Softmax attention with a convolution over the scores, those of ``before`` queries before the first (all) are 0."""
     mask, group = _causal(q, k), q.shape[1] // k.shape[1]
     c_q, c_k = weight.shape[1:]
     scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~mask, 0)
-    scores = pad(scores, ((c_k - 1) // 2, c_k // 2, c_q - 1, 0))
+    scores = pad(scores, ((c_k - 1) // 2, c_k // 2, c_q - 1 if before is None else before, 0))
     mixed = conv2d(scores, weight[:, None], groups=q.shape[1])
-    return _softmax_attention(mixed, mask, v.repeat_interleave(group, 1))
+    return _softmax_attention(mixed, mask[:, :, -mixed.shape[2] :], v.repeat_interleave(group, 1))
 
 
 def conv_decode(q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     """Computes the last row of :func:`conv_attention` from the last ``c_q`` queries."""
-    c_q, c_k = weight.shape[1:]
-    group = q_window.shape[1] // k.shape[1]
-    mask = visible(1, c_q, k.shape[2], True, None, k.device)
-    scores = (q_window @ k.repeat_interleave(group, 1).mT * k.shape[3] ** -0.5).masked_fill(~mask, 0)
-    mixed = conv2d(pad(scores, ((c_k - 1) // 2, c_k // 2)), weight[:, None], groups=q_window.shape[1])
-    return _softmax_attention(mixed, mask[:, :, -1:], v.repeat_interleave(group, 1))
+    return conv_attention(q_window, k, v, weight, before=0)
 
 
 def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:

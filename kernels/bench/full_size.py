@@ -26,15 +26,8 @@ FP32_TOLERANCE = 2**-14
 def error_at_full_size(case: BenchCase, backward: bool) -> float | None:
     """Returns the largest error of a row of the outputs, or of the gradients.
 
-    Returns
-    -------
-    float or None
-        None if the case has no window, or if the device has too little memory for the comparison.
-
-    Raises
-    ------
-    ReferenceMismatch
-        If the error exceeds rounding.
+    It is None if the case has no window, or if the device has too little memory for the comparison. Raises ReferenceMismatch
+    if the error exceeds rounding.
     """
     q = case.layers[0][0]
     try:

@@ -76,39 +76,31 @@ def _free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def flex_decode(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> Peer:
-    """Returns compiled FlexAttention over all keys of a cache as a peer."""
-    call = partial(_flex, score_mod=_flex_softcap(softcap))
-    return Peer("flex", lambda: call, [layer[:3] for layer in layers], work, setting=setting)
-
-
 def flex(
     layers: Sequence[Layer],
     work: Work,
-    block_mask: Tensor,
+    block_mask: Tensor | None = None,
     *,
-    coarse: bool,
+    coarse: bool = False,
     setting: str = "",
     sparsity: float = 0.0,
     softcap: float | None = None,
 ) -> Peer:
-    """Returns compiled FlexAttention over the visible blocks of a mask as a peer.
+    """Returns compiled FlexAttention over all keys, or over the visible blocks of a mask, as a peer.
 
     ``block_mask`` is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token blocks that reads about as many
     keys (:func:`coarsen`), because the backward pass of FlexAttention does not support blocks of 64.
     """
-    q = layers[0][0]
+    q, call = layers[0][0], partial(_flex, score_mod=_flex_softcap(softcap))
 
     def prepare() -> Function:
+        if block_mask is None:
+            return call
         mask = coarsen(block_mask.tril()) if coarse else block_mask.tril()
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
-        return partial(
-            _flex,
-            score_mod=_flex_softcap(softcap),
-            block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]),
-            kernel_options=None if coarse or not q.is_cuda else FLEX_TILES_64,
-        )
+        tiles = None if coarse or not q.is_cuda else FLEX_TILES_64
+        return partial(call, block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]), kernel_options=tiles)
 
     note = "in blocks of 128 tokens" if coarse else ""
     return Peer("flex", prepare, [layer[:3] for layer in layers], work, sparsity, setting, note)

@@ -27,23 +27,10 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
 def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation and its peers at each length.
 
-    The rows of peers come before those of the operation that are compared with them.
-
-    Parameters
-    ----------
-    operation : a key of :data:`msattn.kernels.operations.OPERATIONS`.
-    shape : size of the problem; its length is replaced by each of ``options.lengths``.
-    options : what to measure.
-
-    Yields
-    ------
-    BenchRow
-        Each row as soon as it is measured. A peer that cannot run on this machine has no time, and a note with the reason.
-
-    Raises
-    ------
-    ReferenceMismatch
-        If the operation disagrees with its reference at a small shape, before anything is timed, or at a shape just timed.
+    Yields each row as soon as it is measured, those of peers before those of the operation that are compared with them. A peer
+    that cannot run on this machine has no time, and a note with the reason. The length of ``shape`` is replaced by each of
+    ``options.lengths``. Raises ReferenceMismatch if the operation disagrees with its reference at a small shape, before
+    anything is timed, or at a shape just timed.
     """
     for case in CASES[operation](shape.small(), options):
         check(case, options.backward)
@@ -63,15 +50,8 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow
 def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation with its shipped tiles, then with each candidate tile.
 
-    Yields
-    ------
-    BenchRow
-        One row for each tile and case. A tile that fails or gives a wrong result has no time, and a note with the reason.
-
-    Raises
-    ------
-    ReferenceMismatch
-        If the operation with its shipped tiles disagrees with its reference.
+    Yields one row for each tile and case. A tile that fails or gives a wrong result has no time, and a note with the reason.
+    Raises ReferenceMismatch if the operation with its shipped tiles disagrees with its reference.
     """
     for length in options.lengths:
         timer = _Timer(operation, replace(shape, length=length), options.backward)
@@ -103,13 +83,7 @@ class _Timer:
         }
 
     def time_operation(self, case: BenchCase, variant: str) -> BenchRow:
-        """Times the operation, then compares it with its reference at the same size.
-
-        Raises
-        ------
-        ReferenceMismatch
-            If the error exceeds rounding.
-        """
+        """Times the operation, then compares it with its reference at the same size."""
         row = self.row(variant, case.setting, case.sparsity, case.queries)
         try:
             timed = self._time(case.call, case.layers, case.work, case.graph)

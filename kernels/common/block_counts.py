@@ -10,17 +10,9 @@ CHUNK = 8192  # elements of a program
 
 
 def blocks_read(selected: Tensor) -> Tensor:
-    """Counts the blocks that are read, in eighths of a block.
+    """Counts the blocks that are read, in eighths of a block: an int64 scalar on the device of ``selected``.
 
-    Parameters
-    ----------
-    selected : Tensor bool, or uint8 zooms (0, 1, 2, 4, 8)
-        A block at zoom z counts as 1 / z of a block; 0 is not read.
-
-    Returns
-    -------
-    Tensor int64
-        A scalar on the device of ``selected``.
+    ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block; 0 is not read.
     """
     if selected.is_cuda:
         with torch.cuda.device_of(selected):

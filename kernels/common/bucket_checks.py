@@ -5,7 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
+from msattn.kernels.common.checks import (
+    check_device,
+    check_per_sequence,
+    check_qkv,
+    check_tensor,
+    check_tokens,
+    statistics_dtype,
+)
 from msattn.kernels.types import BucketIndex
 
 
@@ -91,18 +98,15 @@ def check_probe_buckets(
         ("weight_out", weight_out, (classifiers, hidden, num_buckets)),
         ("bias_out", bias_out, (classifiers, 1, num_buckets)),
     ):
-        if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: expected {q.dtype} {shape} on {q.device}")
+        check_tensor(name, x, q.dtype, shape, "q", q)
     if not 0 <= probes <= num_buckets:
         raise ValueError(f"probes={probes!r}: expected 0 to {num_buckets}, the number of buckets")
     if (sizes is None) != (threshold is None):
         raise ValueError(f"threshold={threshold!r}: expected with sizes, and without them None")
     if threshold is not None and not 0 <= threshold < math.inf:
         raise ValueError(f"threshold={threshold!r}: expected a finite number, 0 or more")
-    if sizes is not None and (sizes.dtype != torch.int32 or sizes.shape != (len(q), kv_heads, num_buckets)):
-        raise ValueError(f"sizes is {sizes.dtype} {tuple(sizes.shape)}: expected int32 ({len(q)}, {kv_heads}, {num_buckets})")
     if sizes is not None:
-        check_device("sizes", sizes, "q", q)
+        check_tensor("sizes", sizes, torch.int32, (len(q), kv_heads, num_buckets), "q", q)
 
 
 def check_bucket_mass(
@@ -116,11 +120,11 @@ def check_bucket_mass(
 ) -> None:
     """Checks the arguments of ``bucket_mass``."""
     check_qkv(q, k, k)
-    _check_int32("buckets", buckets, k.shape[:3], "q", q)
+    check_tensor("buckets", buckets, torch.int32, k.shape[:3], "q", q)
     if q_pos is not None:
-        _check_int32("q_pos", q_pos, q.shape[2:3], "q", q)
+        check_tensor("q_pos", q_pos, torch.int32, q.shape[2:3], "q", q)
     if k_pos is not None:
-        _check_int32("k_pos", k_pos, k.shape[2:3], "q", q)
+        check_tensor("k_pos", k_pos, torch.int32, k.shape[2:3], "q", q)
     _check_num_buckets(num_buckets)
     if min_distance is not None and min_distance < 0:
         raise ValueError(f"min_distance={min_distance!r}: expected a number of tokens, 0 or more")
@@ -140,15 +144,8 @@ def check_nearest_centroid(k: Tensor, centroids: Tensor) -> None:
 def check_bucket_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> None:
     """Checks the arguments of ``bucket_sums``."""
     check_tokens("k", k)
-    _check_int32("buckets", buckets, k.shape[:3], "k", k)
+    check_tensor("buckets", buckets, torch.int32, k.shape[:3], "k", k)
     _check_num_buckets(num_buckets)
-
-
-def _check_int32(name: str, x: Tensor, shape: torch.Size, other_name: str, other: Tensor) -> None:
-    """Checks that ``x`` is int32 of that shape, on the device of ``other``."""
-    if x.dtype != torch.int32 or x.shape != shape:
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 {tuple(shape)}")
-    check_device(name, x, other_name, other)
 
 
 def _check_num_buckets(num_buckets: int) -> None:

@@ -9,18 +9,8 @@ from msattn.kernels.types import BucketIndex
 def build_bucket_index(buckets: Tensor, num_buckets: int) -> BucketIndex:
     """Builds the lists of the keys in each bucket, without a host synchronization.
 
-    Parameters
-    ----------
-    buckets : Tensor
-        int32 ``[B, Hkv, n]``: the bucket of the key at each cache position; -1 excludes a key (padding).
-    num_buckets : int
-        Number of buckets, C; buckets are 0 to C - 1.
-
-    Returns
-    -------
-    BucketIndex
-        ``offsets [B, Hkv, C + 1]`` and ``order [B, Hkv, n]``, int32; the keys of a bucket in order of position.
-        Excluded keys come after the last offset.
+    ``buckets``, int32 ``[B, Hkv, n]``, is the bucket of the key at each cache position, 0 to C - 1; -1 excludes a key
+    (padding). The keys of a bucket are in order of position, excluded keys come after the last offset.
     """
     by_bucket, order = torch.where(buckets < 0, num_buckets, buckets).sort(dim=-1, stable=True)
     edges = torch.arange(num_buckets + 1, dtype=buckets.dtype, device=buckets.device)

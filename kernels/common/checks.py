@@ -9,6 +9,7 @@ ValueError with the name of the argument, its value and what is accepted. Checks
 
 import math
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -22,21 +23,9 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
-    """Returns the backend for ``q``: the given one, else Triton on CUDA, torch on CPU.
+    """Returns the backend for ``q``, an argument called ``name``: the given one, else Triton on CUDA, torch on CPU.
 
-    Parameters
-    ----------
-    backend : {"triton", "torch"} or None
-    q : Tensor
-        Decides by its device and dtype.
-    name : str
-        Name of ``q`` in error messages.
-
-    Raises
-    ------
-    ValueError
-        For an unknown backend, and for ``"triton"`` where it cannot run: triton is not installed, the dtype is fp64, or the
-        tensor is on the CPU without the interpreter.
+    Refuses Triton where it is not installed, for fp64, and for a tensor on the CPU without the interpreter.
     """
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend={backend!r}: expected 'triton', 'torch' or None")
@@ -57,10 +46,7 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
 def resolve_scale(scale: float | None, head_size: int) -> float:
     """Returns the factor of the scores, ``head_size ** -0.5`` by default.
 
-    Raises
-    ------
-    ValueError
-        If the scale is not positive and finite. The kernels take maxima of unscaled scores, which requires a positive scale.
+    It must be positive, since the kernels take maxima of unscaled scores.
     """
     if scale is None:
         return head_size**-0.5
@@ -73,11 +59,6 @@ def resolve_softcap(softcap: float | None) -> float | None:
     """Returns the limit of soft-capped scores as a float, or None for scores without one.
 
     It is kept from 1e-20 to 1e20, where a cap makes fp32 scores equal or leaves them as they are, so that nothing overflows.
-
-    Raises
-    ------
-    ValueError
-        If the limit is not positive and finite.
     """
     if softcap is None:
         return None
@@ -183,17 +164,24 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 def check_per_sequence(name: str, x: Tensor | None, q: Tensor) -> None:
     """Checks ``kv_start`` or ``kv_len``: None, or int32 ``[B]`` on q's device."""
-    if x is None:
-        return
-    if x.dtype != torch.int32 or tuple(x.shape) != (q.shape[0],):
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int32 ({q.shape[0]},), one for each sequence")
-    check_device(name, x, "q", q)
+    if x is not None:
+        check_tensor(name, x, torch.int32, (q.shape[0],), "q", q, "one for each sequence")
 
 
 def check_no_gradient(name: str, *tensors: Tensor) -> None:
     """Raises NotImplementedError if a gradient of the function called ``name`` would be needed."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise NotImplementedError(f"{name} is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
+
+
+def check_tensor(
+    name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int], other_name: str, other: Tensor, meaning: str = ""
+) -> None:
+    """Checks that ``x`` has this dtype and shape, whose ``meaning`` an error may tell, and is on the device of ``other``."""
+    if x.dtype != dtype or tuple(x.shape) != tuple(shape):
+        expected = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}")
+    check_device(name, x, other_name, other)
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

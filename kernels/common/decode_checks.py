@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import FLOATS, check_device, check_per_sequence, check_qkv, statistics_dtype
+from msattn.kernels.common.checks import FLOATS, check_device, check_per_sequence, check_qkv, check_tensor, statistics_dtype
 from msattn.kernels.common.mta_checks import check_conv_weight
 from msattn.kernels.types import ScoreMod
 
@@ -59,10 +59,7 @@ def check_states(outs: Tensor, lses: Tensor) -> None:
             f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, heads, tokens, head size], "
             "each size at least 1"
         )
-    statistics = statistics_dtype(outs)
-    if lses.dtype != statistics or lses.shape != outs.shape[:4]:
-        raise ValueError(f"lses is {lses.dtype} {tuple(lses.shape)}: expected {statistics} {tuple(outs.shape[:4])}")
-    check_device("lses", lses, "outs", outs)
+    check_tensor("lses", lses, statistics_dtype(outs), outs.shape[:4], "outs", outs)
 
 
 def _check_splits(splits: int | None) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_size, check_map_shape
 from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists
-from msattn.kernels.common.checks import check_device, check_per_sequence, check_tokens
+from msattn.kernels.common.checks import check_device, check_per_sequence, check_tensor, check_tokens
 from msattn.kernels.types import PagedKeys
 
 MAX_BUCKETS = 2**15  # of int16 ids
@@ -49,9 +49,7 @@ def check_paged_block_sparse_attention(
     batch, pages = cache.table.shape
     if max_queries < 1:
         raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
-    if cu_queries.dtype != torch.int32 or tuple(cu_queries.shape) != (batch + 1,):
-        raise ValueError(f"cu_queries is {cu_queries.dtype} {tuple(cu_queries.shape)}: expected int32 ({batch + 1},)")
-    check_device("cu_queries", cu_queries, "q", q)
+    check_tensor("cu_queries", cu_queries, torch.int32, (batch + 1,), "q", q)
     if block_mask is None:
         return
     row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
@@ -81,12 +79,7 @@ def check_paged_bucket_decode(
     check_paged_decode(q, cache)
     if q.shape[2] != 1:
         raise ValueError(f"q.shape={tuple(q.shape)}: expected one query per sequence, [batch, heads, 1, head size]")
-    if buckets.dtype != torch.int16 or buckets.shape != cache.k.shape[:3]:
-        raise ValueError(
-            f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(cache.k.shape[:3])}, one for each slot "
-            "and key/value head"
-        )
-    check_device("buckets", buckets, "q", q)
+    check_tensor("buckets", buckets, torch.int16, cache.k.shape[:3], "q", q, "one for each slot and head")
     check_lists("probes", probes, cache.k.shape[2], 0, q)
     check_dense_window(recent, sink, q)
     check_counts(counts, cache.k.shape[2], q)

@@ -21,18 +21,11 @@ def choose_splits(
 ) -> int:
     """Returns the fewest splits with at least ``efficiency`` times the best speed.
 
-    Speed is estimated for programs that run in waves of ``concurrent`` programs.
-
-    Parameters
-    ----------
-    efficiency : float
-        Smallest accepted ratio of the shortest estimated time to that of the result; below 1 where merging is expensive.
-    saturation : float
-        Share of the concurrent programs that saturates the memory bandwidth: programs of a partial last wave run faster, down
-        to this share of a full wave's time. 1 for kernels that are not memory-bound.
-    extra_tiles : int
-        Time, in key tiles, of one more program per block that is launched before the splits. A wave that does not fit beside
-        these programs waits for them.
+    Speed is estimated for programs that run in waves of ``concurrent`` programs. The efficiency is below 1 where merging is
+    expensive. ``saturation`` is the share of the concurrent programs that saturates the memory bandwidth: programs of a partial
+    last wave run faster, down to this share of a full wave's time; it is 1 for kernels that are not memory-bound.
+    ``extra_tiles`` is the time, in key tiles, of one more program per block that is launched before the splits; a wave that
+    does not fit beside these programs waits for them.
     """
 
     def time(splits: int) -> float:
@@ -56,18 +49,11 @@ def one_wave_splits(blocks: int, concurrent: int, tiles: int, limit: int | None 
 
 
 def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:
-    """Merges the partial results of S splits into ``out`` and ``lse``.
+    """Merges the partial results of S splits into ``out [..., D]`` and ``lse [...]``, 0 and -inf for a row without keys.
 
-    Parameters
-    ----------
-    part_max, part_sum : Tensor fp32 ``[..., S]``
-        Row maxima (base 2) and sums of exponentials of each split.
-    part_out : Tensor fp32 ``[..., S, D]``
-        Weighted sums of values, not normalized.
-    out, lse : Tensor ``[..., D]``, ``[...]``
-        Written: normalized output, natural-log LSE (0 and -inf for a row without visible keys).
-    rebase : bool
-        False if all splits of a row used the same maximum, so that sums add up without rescaling.
+    The partial results are fp32: row maxima (base 2) and sums of exponentials ``[..., S]``, and weighted sums of values, not
+    normalized, ``part_out [..., S, D]``. Without ``rebase``, all splits of a row used the same maximum, so that sums add up
+    without rescaling.
     """
     splits, head = part_out.shape[-2:]
     # One warp loads up to 32 splits at once. With more splits, programs divide the head.

@@ -9,7 +9,7 @@ Prefixes: o_ offset, m_ mask. Grid: (block of tokens, key/value head).
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_device, check_no_gradient, resolve_backend
+from msattn.kernels.common.checks import check_device, check_no_gradient, check_tensor, resolve_backend
 from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, row_tile, tl, triton
 from msattn.kernels.types import Backend
 
@@ -55,24 +55,21 @@ def write_pages(
     if not k.is_floating_point() or k.dim() != 3 or min(k.shape) < 1:
         raise ValueError(f"k is {k.dtype} {tuple(k.shape)}: expected floating point [Hkv, T, D], each at least 1")
     heads, tokens, size = k.shape
-    if v.dtype != k.dtype or v.shape != k.shape:
-        raise ValueError(f"v is {v.dtype} {tuple(v.shape)}: expected k's dtype and shape, {k.dtype} {tuple(k.shape)}")
+    check_tensor("v", v, k.dtype, k.shape, "k", k)
     for name, x in (("keys", keys), ("values", values)):
         if x.dtype != k.dtype or x.dim() != 4 or x.shape != keys.shape or x.shape[2:] != (heads, size):
             raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {k.dtype} [P, page_size, {heads}, {size}]")
+        check_device(name, x, "k", k)
     for name, x in (("pages", pages), ("offsets", offsets)):
-        if x.dtype != torch.int64 or x.shape != (tokens,):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected int64 ({tokens},)")
+        check_tensor(name, x, torch.int64, (tokens,), "k", k)
     if (ids is None) != (buckets is None):
         raise ValueError("ids and buckets: expected both or neither")
     if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or ids.shape != (heads, tokens)):
         raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: expected int32 or int64 ({heads}, {tokens})")
-    if buckets is not None and (buckets.dtype != torch.int16 or buckets.shape != keys.shape[:3]):
-        raise ValueError(f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 {tuple(keys.shape[:3])}")
-    others = {"v": v, "keys": keys, "values": values, "pages": pages, "offsets": offsets, "ids": ids, "buckets": buckets}
-    for name, x in others.items():
-        if x is not None:
-            check_device(name, x, "k", k)
+    if ids is not None:
+        check_device("ids", ids, "k", k)
+    if buckets is not None:
+        check_tensor("buckets", buckets, torch.int16, keys.shape[:3], "k", k)
     if resolve_backend(backend, k, "k") == "triton":
         with torch.cuda.device_of(k):
             launch(k, v, keys, values, pages, offsets, ids, buckets)
