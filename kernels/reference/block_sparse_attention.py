@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_mask
 from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
-from msattn.kernels.reference.common import cap_scores, masked_attention, row_lists, sequences
+from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 
@@ -61,27 +61,21 @@ def block_sparse_attention_backward(
     softcap: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v.
-
-    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
-    the cap, ``1 - (S / softcap)^2``.
-    """
+    """Returns the gradients of q, k, v."""
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape, dtype=statistics) for x in (q, k, v))
     for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
-        queries, dout_rows, out_rows = (x[b, h, i].to(statistics) for x in (q, dout, out))
+        place = b, h, i
+        queries, dout_rows, out_rows = (x[place].to(statistics) for x in (q, dout, out))
         keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        scores = cap_scores(queries @ keys.mT * scale, softcap)
-        probs = (scores - lse[b, h, i][..., None]).masked_fill(~seen, -math.inf).exp()
-        row_delta = ((dout_rows * out_rows).sum(-1) - dlse[b, h, i])[..., None]
-        dscores = (probs * (dout_rows @ values.mT - row_delta)).masked_fill(~seen, 0) * scale
-        if softcap is not None:
-            dscores *= 1 - (scores / softcap).square()
-        dq[b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]] = (dscores @ keys)[exists]
+        dqueries, dkeys, dvalues = masked_attention_backward(
+            dout_rows, dlse[place], queries, keys, values, out_rows, lse[place], seen, scale, softcap=softcap
+        )
+        dq[tuple(index.expand_as(i)[exists] for index in place)] = dqueries[exists]
         key_rows = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
-        dk.view(-1, k.shape[3]).index_add_(0, key_rows, (dscores.mT @ queries).flatten(0, 1))  # deterministic on a CPU
-        dv.view(-1, k.shape[3]).index_add_(0, key_rows, (probs.mT @ dout_rows).flatten(0, 1))
+        dk.view(-1, k.shape[3]).index_add_(0, key_rows, dkeys.flatten(0, 1))  # deterministic on a CPU
+        dv.view(-1, k.shape[3]).index_add_(0, key_rows, dvalues.flatten(0, 1))
     return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
 
 

@@ -72,3 +72,22 @@ def masked_attention(
     lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)  # finite also in empty rows, so that gradients are finite
     out = (scores - lse[..., None]).exp() @ v
     return out, lse.masked_fill(nothing, -math.inf)
+
+
+def masked_attention_backward(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor, scale: float,
+    bias: Tensor | None = None, softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of q, k, v of :func:`masked_attention`.
+
+    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
+    the cap, ``1 - (S / softcap)^2``.
+    """
+    scores = cap_scores(q @ k.mT * scale, softcap)
+    biased = scores if bias is None else scores + bias
+    probs = (biased - lse[..., None]).masked_fill(~seen, -math.inf).exp()
+    row_delta = ((dout * out).sum(-1) - dlse)[..., None]
+    dscores = (probs * (dout @ v.mT - row_delta)).masked_fill(~seen, 0) * scale
+    if softcap is not None:
+        dscores *= 1 - (scores / softcap).square()
+    return dscores @ k, dscores.mT @ q, probs.mT @ dout

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msattn.kernels.common.block_checks import ZOOMS, check_zoom
 from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
-from msattn.kernels.reference.common import cap_scores, masked_attention, row_lists, sequences
+from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
 PARTS = max(ZOOMS)  # parts of a block
@@ -90,11 +90,7 @@ def multiscale_attention_backward(
     softcap: float | None,
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k, v.
-
-    ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
-    the cap, ``1 - (S / softcap)^2``.
-    """
+    """Returns the gradients of q, k, v."""
     statistics = statistics_dtype(q)
     group = q.shape[1] // k.shape[1]
     zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
@@ -108,16 +104,13 @@ def multiscale_attention_backward(
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
             row_q, row_dout, row_out = (tensor[place].to(statistics) for tensor in (queries, douts, outs))
             row_k, row_v = (tensor[read].to(statistics) for tensor in (keys, values))
-            scores = cap_scores(row_q @ row_k.mT * scale, softcap)
-            probs = (scores + x.bias - lses[place][..., None]).masked_fill(~x.seen, -math.inf).exp()
-            row_delta = ((row_dout * row_out).sum(-1) - dlses[place])[..., None]
-            dscores = (probs * (row_dout @ row_v.mT - row_delta)).masked_fill(~x.seen, 0) * scale
-            if softcap is not None:
-                dscores *= 1 - (scores / softcap).square()
-            dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = (dscores @ row_k)[x.exists]
+            row_dq, row_dk, row_dv = masked_attention_backward(
+                row_dout, dlses[place], row_q, row_k, row_v, row_out, lses[place], x.seen, scale, x.bias, softcap
+            )
+            dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = row_dq[x.exists]
             entry_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
-            dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, (dscores.mT @ row_q).flatten(0, 1))  # deterministic on a CPU
-            dvalues.view(-1, k.shape[3]).index_add_(0, entry_rows, (probs.mT @ row_dout).flatten(0, 1))
+            dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, row_dk.flatten(0, 1))  # deterministic on a CPU
+            dvalues.view(-1, k.shape[3]).index_add_(0, entry_rows, row_dv.flatten(0, 1))
         dk[batch, :, first_key:] = _distribute_gradient(dkeys, k.shape[2] - first_key)
         dv[batch, :, first_key:] = _distribute_gradient(dvalues, k.shape[2] - first_key)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

@@ -22,7 +22,9 @@ import pytest
 import torch
 
 from msattn.kernels.operations import OPERATIONS
+from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 from tests.house.modules import ROOT
+from tests.kernels.problems import random_buckets
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
@@ -38,7 +40,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import dense_decode as op
     from msattn.kernels.flash_decode import score_mod
-    from msattn.kernels.testing import random_qkv, starts
 
     plain, biased = ("partial", None, 1, False, 2), ("global", score_mod.alibi(torch.ones(4)), 64, False, 40)
     capped, windowed = ("partial", score_mod.softcap(30.0), 16, True, 1), ("global", score_mod.sliding_window(7), 32, True, 1)
@@ -49,7 +50,6 @@ def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import maxpool_attention as op
-    from msattn.kernels.testing import random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size = _block_size(head_size)
@@ -61,7 +61,6 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.block_sparse_attention import backward
     from msattn.kernels.block_sparse_attention import forward as op
-    from msattn.kernels.testing import random_block_mask, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse = torch.zeros(1, 4, 200)
@@ -77,7 +76,6 @@ def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None
 
 def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import block_sparse_attention as op
-    from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
@@ -91,8 +89,6 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import bucket_decode as op
     from msattn.kernels.common.bucket_index import build_bucket_index
-    from msattn.kernels.testing import random_qkv, starts
-    from tests.kernels.problems import random_buckets
 
     q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
     offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
@@ -106,7 +102,6 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.bucket_mass import forward as op
-    from msattn.kernels.testing import random_qkv
 
     prompt, token = (200, 200, 8, False, None), (1, 3000, 5, True, 3)
     num_queries, num_keys, num_buckets, causal, min_distance = _choose([prompt, token], head_size, sm)
@@ -125,7 +120,6 @@ def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.multiscale_attention import backward
     from msattn.kernels.multiscale_attention import forward as op
-    from msattn.kernels.testing import random_qkv, starts
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size = _block_size(head_size)
@@ -168,7 +162,6 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import gate_scores as op
     from msattn.kernels.common import block_counts
-    from msattn.kernels.testing import random_qkv, starts
 
     q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
     heads, hidden, kv_start = _choose([(4, head_size, None), (2, 24, starts([8, 0]))], head_size, sm)
@@ -208,7 +201,6 @@ def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
 
 def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import bucket_decode as op
-    from msattn.kernels.testing import starts
 
     counts = torch.zeros(2, 2, dtype=torch.int64)
     variants = (256, starts([5, 9]), 30.0, None), (16, None, None, counts)
@@ -236,7 +228,6 @@ def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_decode as op
-    from msattn.kernels.testing import random_qkv, starts
 
     usual, least, widest = (1, (6, 11)), (2, (1, 1)), (4, (3, 32))
     kv_heads, taps = {64: least, 128: usual, 256: widest}[head_size]
@@ -252,8 +243,6 @@ def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
-    from msattn.kernels.testing import random_qkv
-
     inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
     out, lse = op.launch(*inputs, kv_start, causal, 0.1)
     if _compiles_backward(head_size, sm):
@@ -262,7 +251,6 @@ def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int,
 
 def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import decoder_layer as op
-    from msattn.kernels.testing import random_qkv
 
     cols, eps = _choose([4096, 16384, 100], head_size, sm), 1e-6
     for shape in ((1, 1, cols), (2, 3, head_size), (2**20 // cols + 1, cols)):  # one row, several rows of a program, many rows
