@@ -31,16 +31,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.checks import resolve_backend, resolve_scale
 from msattn.kernels.common.decode_checks import check_conv_decode
 from msattn.kernels.common.mta_checks import key_taps_before
-from msattn.kernels.common.primitives import (
-    LOG2_E,
-    num_sms,
-    padded_head,
-    pdl_args,
-    pdl_launch_dependents,
-    pdl_wait,
-    tl,
-    triton,
-)
+from msattn.kernels.common.primitives import LOG2_E, num_sms, padded_head, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
 from msattn.kernels.types import Backend

@@ -124,13 +124,7 @@ _operator = register_op("gate_scores", launch, _reference, _empty, no_gradient="
 
 
 def launch_projection(
-    pooled: Tensor,
-    weight: Tensor,
-    inv_freq: Tensor | None,
-    kv_start: Tensor | None,
-    offset: int,
-    block_size: int,
-    scale: float,
+    pooled: Tensor, weight: Tensor, inv_freq: Tensor | None, kv_start: Tensor | None, offset: int, block_size: int, scale: float
 ) -> Tensor:
     """Launches the projection and rotation of pooled blocks ``[B, H, T, P]``.
 

@@ -55,13 +55,7 @@ def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") ->
 
 
 def random_block_mask(
-    batch: int,
-    heads: int,
-    row_blocks: int,
-    col_blocks: int,
-    density: float,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
+    batch: int, heads: int, row_blocks: int, col_blocks: int, density: float, device: str | torch.device = "cpu", seed: int = 0
 ) -> Tensor:
     """Draws ``bool [B, H, Tr, Tc]`` with the given share of True blocks.
 
@@ -75,12 +69,7 @@ def random_block_mask(
 
 
 def visible(
-    batch: int,
-    num_queries: int,
-    num_keys: int,
-    causal: bool,
-    kv_start: Tensor | None,
-    device: str | torch.device = "cpu",
+    batch: int, num_queries: int, num_keys: int, causal: bool, kv_start: Tensor | None, device: str | torch.device = "cpu"
 ) -> Tensor:
     """Returns the mask of visible keys ``bool [B, 1, N, M]``.
 

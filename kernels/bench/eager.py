@@ -93,14 +93,7 @@ def flash_decode(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softcap:
 
 
 def bucket_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: BucketIndex,
-    probes: Tensor,
-    recent: int,
-    sink: int,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, index: BucketIndex, probes: Tensor, recent: int, sink: int, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Dense attention of one query with a mask over the cache."""
     read = keys_read(index, probes, recent, sink).repeat_interleave(q.shape[1] // k.shape[1], dim=1)

@@ -20,13 +20,7 @@ from msattn.kernels.common.primitives import sequence_span, tl, triton
 
 
 def compact_rows(
-    block_mask: Tensor,
-    kv_start: Tensor | None,
-    num_queries: int,
-    num_keys: int,
-    offset: int,
-    block_size: int,
-    causal: bool,
+    block_mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, offset: int, block_size: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns lists and lengths of the column blocks that each row block reads.
 

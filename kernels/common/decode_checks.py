@@ -32,13 +32,7 @@ def check_flash_decode(
 
 
 def check_conv_decode(
-    q_window: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    kv_len: Tensor | None,
-    splits: int | None,
+    q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, kv_len: Tensor | None, splits: int | None
 ) -> None:
     """Checks the arguments of ``conv_decode``; the window has the kernel's c_q rows."""
     check_qkv(q_window, k, v)

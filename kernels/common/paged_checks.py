@@ -67,13 +67,7 @@ def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
 
 
 def check_paged_bucket_decode(
-    q: Tensor,
-    cache: PagedKeys,
-    buckets: Tensor,
-    probes: Tensor,
-    recent: int | Tensor,
-    sink: int,
-    counts: Tensor | None,
+    q: Tensor, cache: PagedKeys, buckets: Tensor, probes: Tensor, recent: int | Tensor, sink: int, counts: Tensor | None
 ) -> None:
     """Checks the arguments of ``paged_bucket_decode``, among them one query per sequence."""
     check_paged_decode(q, cache)

@@ -79,13 +79,7 @@ def kv_slices(kv_heads: int, elements: int) -> list[slice]:
 
 
 def conv_attention_forward(
-    factors: ScoreFactors,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
+    factors: ScoreFactors, v: Tensor, out: Tensor, lse: Tensor, kv_start: Tensor | None, causal: bool, scale: float
 ) -> None:
     """Writes attention from score factors and ``v [B, Hkv, M, D]``.
 

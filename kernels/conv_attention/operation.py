@@ -106,13 +106,7 @@ def conv_attention(
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernels.
 
@@ -176,9 +170,5 @@ def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, caus
 
 
 _operator, _backward_operator = register_attention(
-    "conv_attention",
-    launch,
-    launch_backward,
-    reference.conv_attention_forward,
-    reference.conv_attention_backward,
+    "conv_attention", launch, launch_backward, reference.conv_attention_forward, reference.conv_attention_backward
 )

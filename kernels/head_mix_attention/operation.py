@@ -81,13 +81,7 @@ def head_mix_attention(
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor,
-    kv_start: Tensor | None,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernels.
 
@@ -140,9 +134,5 @@ def launch_backward(
 
 
 _operator, _backward_operator = register_attention(
-    "head_mix_attention",
-    launch,
-    launch_backward,
-    reference.head_mix_attention_forward,
-    reference.head_mix_attention_backward,
+    "head_mix_attention", launch, launch_backward, reference.head_mix_attention_forward, reference.head_mix_attention_backward
 )

@@ -162,11 +162,7 @@ def launch(
 
 
 _operator, _backward_operator = register_attention(
-    "multiscale_attention",
-    launch,
-    backward.launch,
-    reference.multiscale_attention,
-    reference.multiscale_attention_backward,
+    "multiscale_attention", launch, backward.launch, reference.multiscale_attention, reference.multiscale_attention_backward
 )
 
 

@@ -52,13 +52,7 @@ def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns ``out, lse`` of masked attention, with materialized scores.
 
