@@ -13,7 +13,7 @@ Comments give the shapes of tiles.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_block_size
 from msattn.kernels.common.checks import (
     check_layout,
@@ -29,7 +29,6 @@ from msattn.kernels.common.checks import (
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     num_sms,
@@ -42,6 +41,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
@@ -132,7 +132,7 @@ def launch(
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tuned.pick("maxpool_attention", cols, q.dtype, capability(q.device))
+    tile = tuned_tile("maxpool_attention", q)
     row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, block_size)
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles

@@ -17,10 +17,10 @@ sequence), then (bucket tile, head and sequence, split of the keys).
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import resolve_backend, statistics_dtype
-from msattn.kernels.common.primitives import capability, num_sms, padded_head, tl, triton
+from msattn.kernels.common.primitives import num_sms, padded_head, tl, triton, tuned_tile
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.splits import one_wave_splits
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
@@ -102,7 +102,7 @@ def launch(k: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Splits the centroids and launches the first kernel; the rows of its tile are keys, the keys centroids."""
     batch, heads, num_keys, head = k.shape
     num_buckets, cols = centroids.shape[1], padded_head(head)
-    tile = tuned.pick("nearest_centroid", cols, k.dtype, capability(k.device))
+    tile = tuned_tile("nearest_centroid", k)
     centroids = centroids.contiguous()
     high = centroids.to(k.dtype)
     low = None if k.dtype == torch.float32 else (centroids - high).to(k.dtype)
@@ -120,7 +120,7 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, T
     """Launches the second kernel, the rows of whose tile are buckets, and adds its splits."""
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
-    tile = tuned.pick("bucket_sums", cols, k.dtype, capability(k.device))
+    tile = tuned_tile("bucket_sums", k)
     blocks, concurrent = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
     tiles = triton.cdiv(num_keys, tile.keys)
     steps = triton.cdiv(tiles, one_wave_splits(blocks, concurrent, tiles))  # tiles per split

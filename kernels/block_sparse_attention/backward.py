@@ -21,14 +21,12 @@ Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import compact_columns, compact_rows, find_list
 from msattn.kernels.common.checks import aligned_gradient, check_layout, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     padded_head,
@@ -38,6 +36,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 
@@ -63,7 +62,7 @@ def launch(
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    cols, sm = padded_head(head), capability(q.device)
+    cols = padded_head(head)
     offset = query_offset(num_queries, num_keys, causal)
     group, limit = q_heads // kv_heads, unscaled_limit(softcap, scale)
     selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
@@ -72,7 +71,7 @@ def launch(
 
     lists, lengths = compact_rows(*selection)
     shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
-    tile = tuned.pick("block_sparse_attention_dq", cols, q.dtype, sm)
+    tile = tuned_tile("block_sparse_attention_dq", q)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq = torch.empty_like(q)
     row_stats = empty_row_stats(lse)
@@ -85,7 +84,7 @@ def launch(
 
     del lists, lengths  # frees their memory before the next lists are allocated
     lists, lengths = compact_columns(*selection, kv_heads, group)
-    tile = tuned.pick("block_sparse_attention_dkv", cols, q.dtype, sm)
+    tile = tuned_tile("block_sparse_attention_dkv", q)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](

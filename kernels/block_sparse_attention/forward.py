@@ -13,7 +13,7 @@ A tile has BM = block queries and BN keys, a whole block or an even part of one.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask
 from msattn.kernels.common.block_lists import compact_rows, find_list
@@ -28,7 +28,6 @@ from msattn.kernels.common.checks import (
 )
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     padded_head,
@@ -40,6 +39,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
@@ -117,7 +117,7 @@ def launch(
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tuned.pick("block_sparse_attention", cols, q.dtype, capability(q.device))
+    tile = tuned_tile("block_sparse_attention", q)
     rows, keys = block_size, min(block_size, tile.keys)
     offset = query_offset(num_queries, num_keys, causal)
     lists, lengths = compact_rows(block_mask, kv_start, num_queries, num_keys, offset, block_size, causal)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from msattn.kernels import tuned
+
 if TYPE_CHECKING:
     import triton.language as tl
 
@@ -94,6 +96,11 @@ def capability(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def tuned_tile(kernel: str, x: Tensor) -> tuned.Tile:
+    """Returns the tile of a kernel for the heads ``x [..., D]``."""
+    return tuned.pick(kernel, padded_head(x.shape[-1]), x.dtype, capability(x.device))
 
 
 def pdl_args(device: torch.device) -> dict[str, bool]:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.common.primitives import capability, load_tile, padded_head, precision, sequence_span, tile_view, tl, triton
+from msattn.kernels.common.primitives import load_tile, padded_head, precision, sequence_span, tile_view, tl, triton, tuned_tile
 
 SCRATCH_ELEMENTS = 2**29  # limit for a scratch buffer, and for prepared keys: 1 GiB in 16 bits
 
@@ -80,12 +79,8 @@ def reach(x: Tensor) -> int:
 
     It is the number of rows plus the number of keys of the tile for ``x``.
     """
-    tile = _tile(x)
+    tile = tuned_tile("score_products", x)
     return tile.rows + tile.keys
-
-
-def _tile(x: Tensor) -> tuned.Tile:
-    return tuned.pick("score_products", padded_head(x.shape[3]), x.dtype, capability(x.device))
 
 
 def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
@@ -94,7 +89,7 @@ def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: R
     The product is summed over the H / Z heads of each group; Z divides H.
     """
     batch, total, num_keys, head = out.shape
-    tile = _tile(x)
+    tile = tuned_tile("score_products", x)
     _matmul_transposed_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
         terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
@@ -133,7 +128,7 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
     ``y`` is ``[B, Z * terms, M, D]``, where Z divides H.
     """
     batch, heads, num_queries, head = out.shape
-    tile, num_keys = _tile(y), y.shape[2]
+    tile, num_keys = tuned_tile("score_products", y), y.shape[2]
     first = max(rows.begin - (terms - 1), 0)
     _matmul_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,

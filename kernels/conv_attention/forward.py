@@ -25,7 +25,6 @@ from msattn.kernels.common import score_products
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     padded_head,
@@ -37,6 +36,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 
 # Largest size of a query row times terms with which queries and keys fit in shared memory, also in the backward pass.
@@ -69,7 +69,7 @@ class ScoreFactors(NamedTuple):
     def tile(self, kernel: str) -> tuned.Tile:
         """Returns the tuned tile of a kernel, for resident queries or others."""
         kind = f"{kernel}_resident" if self.resident else kernel
-        return tuned.pick(kind, padded_head(self.x.shape[3]), self.x.dtype, capability(self.x.device))
+        return tuned_tile(kind, self.x)
 
 
 def kv_slices(kv_heads: int, elements: int) -> list[slice]:

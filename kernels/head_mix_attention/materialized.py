@@ -10,10 +10,8 @@ it. Grid: (tile, head, sequence).
 
 from torch import Tensor
 
-from msattn.kernels import tuned
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    capability,
     load_lse2,
     load_tile,
     mask_scores,
@@ -26,6 +24,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.score_products import Rows, add_tile, reach
 
@@ -36,7 +35,7 @@ def materialized_attention(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, 
     """Writes a chunk of rows of ``out [B, H, N, D]`` and contiguous ``lse [B, H, N]``."""
     batch, heads, num_queries, head = out.shape
     cols, num_keys = padded_head(head), v.shape[2]
-    tile = tuned.pick("materialized_attention", cols, v.dtype, capability(v.device))
+    tile = tuned_tile("materialized_attention", v)
     _materialized_attention_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows), heads, batch)](
         tile_view(scores, tile.rows, tile.keys), tile_view(v, tile.keys), out, lse, rows.kv_start, *out.stride()[:3],
         heads // v.shape[1], num_queries, num_keys, rows.begin, rows.end, rows.offset,
@@ -87,7 +86,7 @@ def materialized_attention_backward(
     """
     batch, kv_heads, num_keys, head = v.shape
     cols, dscores = padded_head(head), scores.view(v.dtype)
-    tile = tuned.pick("materialized_attention_backward", cols, v.dtype, capability(v.device))
+    tile = tuned_tile("materialized_attention_backward", v)
     _materialized_attention_backward_kernel[(triton.cdiv(num_keys, tile.keys), kv_heads, batch)](
         tile_view(scores, tile.rows, tile.keys), tile_view(dout, tile.rows), tile_view(v, tile.keys),
         lse, row_delta, dscores, dv, rows.kv_start, *scores.stride()[:3],

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
-from msattn.kernels.common.primitives import capability, load_tile, padded_head, precision, tile_view, tl, triton
+from msattn.kernels.common.primitives import load_tile, padded_head, precision, tile_view, tl, triton, tuned_tile
 from msattn.kernels.common.score_products import Rows
 
 MAX_HEADS = 128  # limit: a program holds the weight, or its gradient, for all pairs of heads
@@ -37,7 +36,7 @@ def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float)
     """
     batch, kv_heads, num_keys, head = k.shape
     cols = padded_head(head)
-    tile = tuned.pick("head_mix_scores", cols, q.dtype, capability(q.device))
+    tile = tuned_tile("head_mix_scores", q)
     grid = triton.cdiv(rows.end - rows.begin, tile.rows) * triton.cdiv(num_keys, tile.keys), kv_heads, batch
     _score_kernel[grid](
         tile_view(q, tile.rows), tile_view(k, tile.keys), scores, *scores.stride()[:3],

@@ -24,14 +24,12 @@ BP means.
 import torch
 from torch import Tensor
 
-from msattn.kernels import tuned
 from msattn.kernels.common.backward_tiles import dkv_step, dq_step, empty_row_stats, load_query_rows, row_stats_view
 from msattn.kernels.common.block_lists import find_list
 from msattn.kernels.common.checks import aligned_gradient, check_layout, query_offset
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     padded_head,
@@ -41,6 +39,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.softcap import cap_scores_with_slope, unscaled_limit
 from msattn.kernels.multiscale_attention.levels import (
@@ -79,7 +78,7 @@ def launch(
     lse, dlse = lse.contiguous(), dlse.contiguous()
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    cols, sm = padded_head(head), capability(q.device)
+    cols = padded_head(head)
     selection = zoom, kv_start, num_queries, num_keys, block_size, causal
     constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
     group, offset = q_heads // kv_heads, query_offset(num_queries, num_keys, causal)
@@ -87,7 +86,7 @@ def launch(
     means, limit = pool_means(k, v, kv_start, block_size), unscaled_limit(softcap, scale)
 
     lists, counts = row_lists(*selection)
-    tile = tuned.pick("multiscale_attention_dq", cols, q.dtype, sm)
+    tile = tuned_tile("multiscale_attention_dq", q)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dq, row_stats = torch.empty_like(q), empty_row_stats(lse)
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
@@ -97,7 +96,7 @@ def launch(
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
-    tile = tuned.pick("multiscale_attention_dkv", cols, q.dtype, sm)
+    tile = tuned_tile("multiscale_attention_dkv", q)
     rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dmeans = torch.empty_like(means, dtype=torch.float32)

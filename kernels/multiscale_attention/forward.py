@@ -24,7 +24,7 @@ block or an even part of one, or BP means.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_zoom
 from msattn.kernels.common.checks import (
     check_layout,
@@ -37,7 +37,6 @@ from msattn.kernels.common.checks import (
 )
 from msattn.kernels.common.primitives import (
     LOG2_E,
-    capability,
     load_tile,
     mask_scores,
     padded_head,
@@ -49,6 +48,7 @@ from msattn.kernels.common.primitives import (
     tile_view,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
@@ -141,7 +141,7 @@ def launch(
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
-    tile = tuned.pick("multiscale_attention", cols, q.dtype, capability(q.device))
+    tile = tuned_tile("multiscale_attention", q)
     rows, keys = block_size, min(block_size, tile.keys)
     lists, counts = row_lists(zoom, kv_start, num_queries, num_keys, block_size, causal)
     row_blocks, col_blocks = lists.shape[2:]

@@ -11,7 +11,7 @@ page is looked up (:mod:`msattn.kernels.common.paged_tiles`).
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, tuned
+from msattn.kernels import reference
 from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.paged_checks import check_paged_block_sparse_attention
@@ -19,7 +19,6 @@ from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
-    capability,
     mask_scores,
     padded_head,
     precision,
@@ -27,6 +26,7 @@ from msattn.kernels.common.primitives import (
     softmax_step,
     tl,
     triton,
+    tuned_tile,
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
@@ -113,7 +113,7 @@ def launch(
     batch, page_size, kv_heads = table.shape[0], *k.shape[1:3]
     num_keys = table.shape[1] * page_size
     cols = padded_head(head)
-    tile = tuned.pick("paged_block_sparse_attention", cols, q.dtype, capability(q.device))
+    tile = tuned_tile("paged_block_sparse_attention", q)
     row_blocks = triton.cdiv(max_queries, block_size)
     table = table if table.stride(1) == 1 else table.contiguous()
     cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
