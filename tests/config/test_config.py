@@ -87,6 +87,9 @@ def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "override", "says"),
     [
+        ("eval", "eval.baselines=quest", "sink_local, vertical_slash; written as eval.baselines=[quest]"),
+        ("eval", "eval.baselines=qest", "sink_local, vertical_slash (did you mean quest?)"),
+        ("eval", "select=quest", "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]"),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "gate.loss=mze: accepted are mse, kl, smooth_l1 (did you mean mse?)"),
         ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: accepted with gate.phase=decode alone"),

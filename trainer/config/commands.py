@@ -308,6 +308,11 @@ class EvalRunConfig(AttachConfig):
         "folder of another evaluation, e.g. outputs/tiny/base/eval, whose scores the report shows beside these", default=None
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scores = self.select.scores
+        require(scores == "gate", "select.scores", scores, f"eval measures gates and the scores of eval.baselines=[{scores}]")
+
     @property
     def all_keys(self) -> list[float]:
         """The shares of the keys with which a task measures query classifiers."""

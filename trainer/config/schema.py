@@ -141,10 +141,13 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
             return f"unknown key {shown(name)}{nearest(name, known)}"
         case "dataclass_type":
             return f"{name}={shown(value)}: a section, whose keys are set as in section.key=value"
-    if choices := choices_of(kind):
+    base, choices = kind.__origin__ if get_origin(kind) is Annotated else kind, choices_of(kind)
+    is_item = isinstance(value, int | float) or value in choices
+    written = f"; written as {name}=[{value}]" if get_origin(base) is list and is_item else ""
+    if choices:
         value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
     wrong, verb = (value, "are") if len(choices) > 1 else (repr(value), "is")
-    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{nearest(str(value), choices)}"
+    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{written or nearest(str(value), choices)}"
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
