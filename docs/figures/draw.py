@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
 Rows = list[dict[str, str]]
+NAMES = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
     """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
     rows = [row for row in tables.rows("teacher") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
     rows = [row for row in rows if row["seed"] in ("", "0")]
-    names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
-    lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(names.items(), theme.baselines, strict=True)]
+    lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True)]
     lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
     for method, name, color, style, width in lines:
         x, y = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
@@ -100,17 +100,14 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
 
 def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of blocks read: gates of three seeds and training-free selections."""
-    names = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
     rows = [row for row in tables.rows("ruler") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
-    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
+    for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True):
         draw_line(axes, series(rows, "selectivity", "score", method=method, select="topk"), color, name)
     draw_line(axes, series(rows, "selectivity", "score", method="oracle", select="topk"), theme.peer, "true block map", ":")
     draw_seeds(axes, theme, rows, "gate", "gate, three seeds", select="topk")
     draw_dense(axes, theme, rows)
-    axes.set(title="RULER, 16,384 tokens, sparse prompts", ylabel="answers found (%)")
     share_ticks(axes)
-    axes.set_yticks([0.4, 0.5, 0.6, 0.7], ["40", "50", "60", "70"])
-    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
+    answers_found(axes, theme, "sparse prompts", (0.4, 0.5, 0.6, 0.7))
 
 
 def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
@@ -124,10 +121,15 @@ def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
     found = series(rows, "selectivity", "score", method="classifier, calibrated")
     axes.plot(*found, "*", color=theme.ours, markersize=9, label="the same, calibrated")
     draw_dense(axes, theme, rows)
-    axes.set(title="RULER, 16,384 tokens, sparse decoding", ylabel="answers found (%)")
     axes.set_xlabel("share of the keys that new tokens read (%)")
     axes.set_xticks([0.02, 0.04, 0.06, 0.08, 0.1], ["2", "4", "6", "8", "10"])
-    axes.set_yticks([0, 0.2, 0.4, 0.6], ["0", "20", "40", "60"])
+    answers_found(axes, theme, "sparse decoding", (0, 0.2, 0.4, 0.6))
+
+
+def answers_found(axes: Axes, theme: Theme, part: str, ticks: tuple[float, ...]) -> None:
+    """Titles, vertical axis and legend of RULER's averages."""
+    axes.set(title=f"RULER, 16,384 tokens, {part}", ylabel="answers found (%)")
+    axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -170,24 +172,11 @@ def share_ticks(axes: Axes) -> None:
 @contextmanager
 def styled(theme: Theme) -> Iterator[None]:
     """Matplotlib settings of a theme; text stays text, and element ids are the same in every run."""
-    settings = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "msattn",
-        "font.family": "sans-serif",
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.linewidth": 0.6,
-        "grid.color": theme.grid,
-        "axes.edgecolor": theme.grid,
-        "axes.labelcolor": theme.text,
-        "axes.titlecolor": theme.text,
-        "xtick.color": theme.text,
-        "ytick.color": theme.text,
-    }
-    with plt.rc_context(settings):
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "msattn", "font.family": "sans-serif", "font.size": 9}
+    settings |= {"axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    settings |= {"grid.linewidth": 0.6} | dict.fromkeys(("grid.color", "axes.edgecolor"), theme.grid)
+    texts = ("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    with plt.rc_context(settings | dict.fromkeys(texts, theme.text)):
         yield
 
 

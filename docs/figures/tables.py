@@ -9,8 +9,8 @@ and ``<!-- end -->``. Each cell is a number of one row of a file, or its mean ov
 import csv
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
@@ -27,17 +27,14 @@ def rows(file: str) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
-@dataclass(frozen=True)
 class Cell:
-    """A column of a table, or a number: the row of ``file`` with ``where``, written as ``form``.
+    """A column of a table, or a number: the row of a file with ``where``, written as ``form``.
 
     A form ends in ``%`` for shares, which are written in percent. Three names of ``numbers`` are a number and its interval.
     """
 
-    head: str
-    form: str
-    numbers: tuple[str, ...]
-    where: Where
+    def __init__(self, head: str, form: str, *numbers: str, **where: str) -> None:
+        self.head, self.form, self.numbers, self.where = head, form, numbers, where
 
     def write(self, file: str, where: Where) -> str:
         """Returns the cell, empty without a row. Raises LookupError if rows differ in more than their seed."""
@@ -51,20 +48,11 @@ class Cell:
         return f"{shown[0]} ({shown[1]} to {shown[2]})" if len(shown) == 3 else shown[0]
 
 
-def cell(head: str, form: str, *numbers: str, **where: str) -> Cell:
-    """Returns a column of a table."""
-    return Cell(head, form, numbers, where)
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of the rows of a file with ``where``: its lines by their first cells (divided by ``|``), and its columns."""
 
-    file: str
-    first: str
-    lines: Mapping[str, Where]
-    columns: list[Cell]
-    where: Where
+    def __init__(self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str) -> None:
+        self.file, self.first, self.lines, self.columns, self.where = file, first, lines, columns, where
 
     def write(self) -> Iterator[str]:
         """Yields lines of Markdown. Raises LookupError for a line without numbers."""
@@ -76,11 +64,6 @@ class Table:
                 raise LookupError(f"{self.file}.csv has no row with {self.where} and {line}")
             yield f"| {' | '.join([*name.split('|'), *cells])} |"
         yield ""
-
-
-def table(file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str) -> Table:
-    """Returns a table."""
-    return Table(file, first, lines, columns, where)
 
 
 SPARSITIES = ("0.5", "0.8", "0.9", "0.95")
@@ -113,21 +96,18 @@ SCORE = ("score", "interval_low", "interval_high")
 
 def by_sparsity(form: str, *numbers: str, sparsities: tuple[str, ...] = SPARSITIES) -> list[Cell]:
     """Returns a column for each sparsity."""
-    heads = [f"{float(sparsity):.0%}".replace("%", " %") for sparsity in sparsities]
-    heads[0] += " sparse"
-    return [cell(head, form, *numbers, setting=f"sparsity {x}") for head, x in zip(heads, sparsities, strict=True)]
+    heads = [f"{100 * float(x):.0f} %" + " sparse" * (x == sparsities[0]) for x in sparsities]
+    return [Cell(head, form, *numbers, setting=f"sparsity {x}") for head, x in zip(heads, sparsities, strict=True)]
 
 
 def by_length(first: str, lengths: tuple[str, ...], form: str, *numbers: str, **where: str) -> list[Cell]:
     """Returns a column for each length, followed by the share that is read."""
-    return [
-        column
-        for length in lengths
-        for column in (
-            cell(f"{first}{int(length):,} tokens (%)", form, *numbers, length=length, **where),
-            cell("read (%)", ".1%", "selectivity", length=length, **where),
-        )
+    titles = {length: f"{first}{int(length):,} tokens (%)" for length in lengths}
+    pairs = [
+        (Cell(title, form, *numbers, length=x, **where), Cell("read (%)", ".1%", "selectivity", length=x, **where))
+        for x, title in titles.items()
     ]
+    return list(chain.from_iterable(pairs))
 
 
 def of_seeds(title: str, **where: str) -> dict[str, Where]:
@@ -155,65 +135,65 @@ TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
 
 TABLES = {
-    "first-token": table(
+    "first-token": Table(
         "speed",
         "tokens",
         {f"{int(x):,}": {"length": x} for x in ("4096", "32768", "65536", "131072")},
         [
-            cell("FA2 (s)", ".3f", "score", method="dense, flash"),
-            cell("cuDNN (s)", ".3f", "score", method="dense, cuDNN"),
-            *(cell(f"{100 * float(x):g} % sparse (s)", ".3f", "score", setting=f"sparsity {x}") for x in SPARSITIES[1:]),
-            cell("95 %, faster than FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
-            cell("than cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
+            Cell("FA2 (s)", ".3f", "score", method="dense, flash"),
+            Cell("cuDNN (s)", ".3f", "score", method="dense, cuDNN"),
+            *(Cell(f"{100 * float(x):g} % sparse (s)", ".3f", "score", setting=f"sparsity {x}") for x in SPARSITIES[1:]),
+            Cell("95 %, faster than FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
+            Cell("than cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
         ],
         situation="",
     ),
-    "first-token-ratios": table(
+    "first-token-ratios": Table(
         "speed",
         "tokens",
         {f"{int(x):,}": {"length": x} for x in ("4096", "8192", "16384", "32768", "65536", "131072")},
         by_sparsity(".2f", "times_flash", sparsities=SPARSITIES[1:]),
         situation="",
     ),
-    "passes": table(
+    "passes": Table(
         "speed",
         "passes",
         {"131,072 tokens in chunks of 8,192": {"situation": "chunks of 8192", "length": "131072"}}
         | {f"8,192 tokens after {x:,} cached ones": {"situation": f"8192 new after {x}"} for x in TURNS},
         [
-            cell("dense (s)", ".3f", "score", method="dense, flash"),
-            cell("gate (s)", ".3f", "score", method="gate, untrained"),
-            cell("faster (x)", ".2f", "times_flash", method="gate, untrained"),
-            cell("peak memory of the gate's run (MiB)", ",.0f", "peak_memory_mb", method="gate, untrained"),
+            Cell("dense (s)", ".3f", "score", method="dense, flash"),
+            Cell("gate (s)", ".3f", "score", method="gate, untrained"),
+            Cell("faster (x)", ".2f", "times_flash", method="gate, untrained"),
+            Cell("peak memory of the gate's run (MiB)", ",.0f", "peak_memory_mb", method="gate, untrained"),
         ],
     ),
-    "decoding": table(
+    "decoding": Table(
         "decode",
         "sequences x keys",
         {f"{batch} x {int(x):,}": {"batch": batch, "length": x} for batch, x in SIZES},
         [
-            cell("cuDNN, a step", ",.1f", "score", method="dense, cuDNN"),
-            cell("msattn, dense", ",.1f", "score", method="dense, same cache and graphs"),
-            cell("msattn, classifier", ",.1f", "score", setting="32 probes"),
-            cell("faster than msattn, dense (x)", ".2f", "times_same cache and graphs", setting="32 probes"),
-            cell("keys read (%)", ".1%", "selectivity", setting="32 probes"),
+            Cell("cuDNN, a step", ",.1f", "score", method="dense, cuDNN"),
+            Cell("msattn, dense", ",.1f", "score", method="dense, same cache and graphs"),
+            Cell("msattn, classifier", ",.1f", "score", setting="32 probes"),
+            Cell("faster than msattn, dense (x)", ".2f", "times_same cache and graphs", setting="32 probes"),
+            Cell("keys read (%)", ".1%", "selectivity", setting="32 probes"),
         ],
     ),
-    "smollm2-perplexity": table(
+    "smollm2-perplexity": Table(
         "public",
         "blocks chosen by",
         {title: line for title, line in PUBLIC.items() if title in CALIBRATED or title == "gate, top-k"},
         [
             *by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
-            cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
-            cell("same top token at 80 % (%)", ".1%", "same_top", setting="sparsity 0.8"),
-            cell("read at 80 % (%)", ".1%", "selectivity", setting="sparsity 0.8"),
+            Cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
+            Cell("same top token at 80 % (%)", ".1%", "same_top", setting="sparsity 0.8"),
+            Cell("read at 80 % (%)", ".1%", "selectivity", setting="sparsity 0.8"),
         ],
         model="smollm2",
         task="perplexity",
     ),
     **{
-        f"{model}-intervals": table(
+        f"{model}-intervals": Table(
             "public",
             "blocks chosen by",
             PUBLIC,
@@ -223,7 +203,7 @@ TABLES = {
         )
         for model in ("smollm2", "gemma3_270m")
     },
-    "smollm2-blocks": table(
+    "smollm2-blocks": Table(
         "public",
         "blocks chosen by, 80 % sparse",
         {title: line for title, line in PUBLIC.items() if title in CALIBRATED},
@@ -231,7 +211,7 @@ TABLES = {
         setting="sparsity 0.8",
         **SMOLLM2,
     ),
-    "public-blocks": table(
+    "public-blocks": Table(
         "public",
         "blocks chosen by, 80 % sparse",
         {title: line for title, line in PUBLIC.items() if title in CALIBRATED or title == "gate, top-k"},
@@ -240,21 +220,21 @@ TABLES = {
         setting="sparsity 0.8",
         task="ruler",
     ),
-    "smollm2-keys": table(
+    "smollm2-keys": Table(
         "public",
         "new tokens read by|setting",
         keys({"classifier, calibrated": FAR[1:], "classifier": PROBES[1:], "Quest pages": PROBES[1:]}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
     ),
-    "smollm2-all-keys": table(
+    "smollm2-all-keys": Table(
         "public",
         "new tokens read by|setting",
         keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS if title not in ("LSH", "random buckets")}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
     ),
-    "realised": table(
+    "realised": Table(
         "realised",
         "model, blocks chosen by|asked for (%)",
         {
@@ -264,9 +244,9 @@ TABLES = {
             for row in rows("realised")
             if row["sparsity"] != "0.9"
         },
-        [cell(f"{int(x):,} tokens", ".1%", "realised", length=x) for x in ("2048", "4096", "8192", "16384", "32768")],
+        [Cell(f"{int(x):,} tokens", ".1%", "realised", length=x) for x in ("2048", "4096", "8192", "16384", "32768")],
     ),
-    "teacher-perplexity": table(
+    "teacher-perplexity": Table(
         "teacher",
         "blocks chosen by",
         {
@@ -278,7 +258,7 @@ TABLES = {
         task="perplexity",
         dense_queries="0",
     ),
-    "teacher-needles": table(
+    "teacher-needles": Table(
         "teacher",
         "20 needles, 32,768 tokens|setting",
         {
@@ -287,22 +267,22 @@ TABLES = {
         }
         | keys({title: ("3 % of far keys",) if "calibrated" in title else SHARES[:1] for title in ROUTERS}),
         [
-            *(cell(f"found, seed {seed} (%)", ".0%", "score", seed=seed) for seed in SEEDS),
-            cell("found, untrained (%)", ".0%", "score", seed=""),
-            cell("read (%)", ".1%", "selectivity"),
+            *(Cell(f"found, seed {seed} (%)", ".0%", "score", seed=seed) for seed in SEEDS),
+            Cell("found, untrained (%)", ".0%", "score", seed=""),
+            Cell("read (%)", ".1%", "selectivity"),
         ],
         task="needle",
     ),
-    "teacher-first-token": table(
+    "teacher-first-token": Table(
         "teacher",
         "90 %, calibrated where nothing else is said",
         {f"dense, {name}": {"method": f"dense, {kernel}"} for name, kernel in (("cuDNN", "cuDNN"), ("FA2", "flash"))}
         | {title: {**(CALIBRATED | TOP_K)[title], "setting": "sparsity 0.9"} for title in (*CALIBRATED, "gate, top-k")},
-        [cell(f"{int(x):,} tokens (s)", ".4f", "score", length=x) for x in ("16384", "32768")],
+        [Cell(f"{int(x):,} tokens (s)", ".4f", "score", length=x) for x in ("16384", "32768")],
         task="latency",
         situation="",
     ),
-    "ruler-blocks": table(
+    "ruler-blocks": Table(
         "ruler",
         "blocks chosen by",
         of_seeds("gate", method="gate") | {title: {"method": method} for title, method in SCORES.items() if method != "gate"},
@@ -310,7 +290,7 @@ TABLES = {
         dense_queries="0",
         **RULER_BLOCKS,
     ),
-    "ruler-questions": table(
+    "ruler-questions": Table(
         "ruler",
         "blocks chosen by, last 64 queries dense",
         {title: {"method": method} for title, method in SCORES.items()},
@@ -318,30 +298,27 @@ TABLES = {
         dense_queries="64",
         **RULER_BLOCKS,
     ),
-    "ruler-calibrated": table(
+    "ruler-calibrated": Table(
         "ruler",
         "new tokens read by",
         of_seeds("classifier, calibrated", method="classifier, calibrated"),
-        [cell("keys read (%)", ".1%", "selectivity"), cell("RULER (%)", ".1%", "score")],
+        [Cell("keys read (%)", ".1%", "selectivity"), Cell("RULER (%)", ".1%", "score")],
         length="16384",
     ),
-    "ruler-keys": table(
+    "ruler-keys": Table(
         "ruler",
         "new tokens read by",
         of_seeds("classifier", method="classifier")
         | WITHOUT_TRAINING
         | of_seeds("k-means of keys before RoPE", method="k-means"),
         [
-            column
+            Cell(head, ".1%", number, setting=setting)
             for setting in SHARES
-            for column in (
-                cell("keys read (%)", ".1%", "selectivity", setting=setting),
-                cell("RULER (%)", ".1%", "score", setting=setting),
-            )
+            for head, number in (("keys read (%)", "selectivity"), ("RULER (%)", "score"))
         ],
         length="16384",
     ),
-    "ruler-tasks": table(
+    "ruler-tasks": Table(
         "ruler",
         "method",
         {
@@ -352,22 +329,22 @@ TABLES = {
             "classifier, 5.8 %": {"method": "classifier", "setting": SHARES[1]},
             "Quest pages, 5.8 %": {"method": "Quest pages", "setting": SHARES[1]},
         },
-        [cell(f"{name} {number}", ".0%", f"{task}_{number}") for name, task in TASKS.items() for number in (1, 2, 3)]
-        + [cell("multi-value", ".0%", "niah_multivalue"), cell("multi-query", ".0%", "niah_multiquery")]
-        + [cell(task, ".0%", task) for task in ("vt", "cwe", "fwe")],
+        [Cell(f"{name} {number}", ".0%", f"{task}_{number}") for name, task in TASKS.items() for number in (1, 2, 3)]
+        + [Cell("multi-value", ".0%", "niah_multivalue"), Cell("multi-query", ".0%", "niah_multiquery")]
+        + [Cell(task, ".0%", task) for task in ("vt", "cwe", "fwe")],
         length="16384",
     ),
-    "embedded-perplexity": table(
+    "embedded-perplexity": Table(
         "quality", "perplexity over dense", CALIBRATED | TOP_K, by_sparsity(".4f", "ratio_to_dense"), task="perplexity"
     ),
-    "embedded-needles": table(
+    "embedded-needles": Table(
         "needles",
         "needles, blocks chosen by",
         {title: line for title, line in CALIBRATED.items() if title != "random"},
-        [cell("found (%)", ".1%", *SCORE), cell("keys read (%)", ".1%", "selectivity")],
+        [Cell("found (%)", ".1%", *SCORE), Cell("keys read (%)", ".1%", "selectivity")],
         setting="sparsity 0.8",
     ),
-    "embedded-decoding": table(
+    "embedded-decoding": Table(
         "quality",
         "decoding by|probes of 64 buckets",
         {
@@ -376,7 +353,7 @@ TABLES = {
             "k-means of keys after RoPE|8": {"method": "k-means, RoPE", "setting": "8 probes"},
             "window of first and last keys|0": {"method": "window only", "setting": "0 probes"},
         },
-        [cell("needles found (%)", ".1%", "score"), cell("keys read (%)", ".1%", "selectivity")],
+        [Cell("needles found (%)", ".1%", "score"), Cell("keys read (%)", ".1%", "selectivity")],
         task="needle",
     ),
 }
@@ -390,37 +367,33 @@ GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
 TURN = {"situation": "8192 new after 122880", "length": "131072"}
 
 NUMBERS = {
-    "first-token": ("speed", cell("", ".2f", "times_flash", length="131072", situation="", setting="sparsity 0.95")),
-    "turn": ("speed", cell("", ".1f", "times_flash", method="gate, untrained", **TURN)),
-    "turn-seconds": ("speed", cell("", ".3f", "score", method="gate, untrained", **TURN)),
-    "turn-dense-seconds": ("speed", cell("", ".3f", "score", method="dense, flash", **TURN)),
-    "generate": ("decode", cell("", ".2f", "times_same cache and graphs", **GRAPHS)),
-    "generate-batch": ("decode", cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes")),
-    "gate-perplexity": ("public", cell("", ".3f", "ratio_to_dense", method="gate", **PERPLEXITY)),
-    "pooling-perplexity": ("public", cell("", ".3f", "ratio_to_dense", method="mean_pool", **PERPLEXITY)),
-    "dense-answers": ("public", cell("", ".1%", "score", method="dense", length="4096", **SMOLLM2)),
-    "gate-answers": ("public", cell("", ".1%", "score", **CALIBRATED["gate"], **AT_80_AND_4K)),
-    "slash-answers": ("public", cell("", ".1%", "score", **CALIBRATED["vertical-slash"], **AT_80_AND_4K)),
-    "classifier-answers": ("public", cell("", ".1%", "score", **CLASSIFIER)),
-    "classifier-read": ("public", cell("", ".1%", "selectivity", **CLASSIFIER)),
-    "pages-answers": ("public", cell("", ".1%", "score", **PAGES)),
-    "pages-read": ("public", cell("", ".1%", "selectivity", **PAGES)),
-    "lab-dense-answers": ("ruler", cell("", ".1%", "score", method="dense", length="16384")),
-    "lab-classifier-answers": ("ruler", cell("", ".1%", "score", **LAB_CLASSIFIER)),
-    "lab-classifier-read": ("ruler", cell("", ".1%", "selectivity", **LAB_CLASSIFIER)),
-    "lab-pages-answers": ("ruler", cell("", ".1%", "score", **LAB_PAGES)),
-    "lab-pages-read": ("ruler", cell("", ".1%", "selectivity", **LAB_PAGES)),
+    "first-token": ("speed", Cell("", ".2f", "times_flash", length="131072", situation="", setting="sparsity 0.95")),
+    "turn": ("speed", Cell("", ".1f", "times_flash", method="gate, untrained", **TURN)),
+    "turn-seconds": ("speed", Cell("", ".3f", "score", method="gate, untrained", **TURN)),
+    "turn-dense-seconds": ("speed", Cell("", ".3f", "score", method="dense, flash", **TURN)),
+    "generate": ("decode", Cell("", ".2f", "times_same cache and graphs", **GRAPHS)),
+    "generate-batch": ("decode", Cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes")),
+    "gate-perplexity": ("public", Cell("", ".3f", "ratio_to_dense", method="gate", **PERPLEXITY)),
+    "pooling-perplexity": ("public", Cell("", ".3f", "ratio_to_dense", method="mean_pool", **PERPLEXITY)),
+    "dense-answers": ("public", Cell("", ".1%", "score", method="dense", length="4096", **SMOLLM2)),
+    "gate-answers": ("public", Cell("", ".1%", "score", **CALIBRATED["gate"], **AT_80_AND_4K)),
+    "slash-answers": ("public", Cell("", ".1%", "score", **CALIBRATED["vertical-slash"], **AT_80_AND_4K)),
+    "classifier-answers": ("public", Cell("", ".1%", "score", **CLASSIFIER)),
+    "classifier-read": ("public", Cell("", ".1%", "selectivity", **CLASSIFIER)),
+    "pages-answers": ("public", Cell("", ".1%", "score", **PAGES)),
+    "pages-read": ("public", Cell("", ".1%", "selectivity", **PAGES)),
+    "lab-dense-answers": ("ruler", Cell("", ".1%", "score", method="dense", length="16384")),
+    "lab-classifier-answers": ("ruler", Cell("", ".1%", "score", **LAB_CLASSIFIER)),
+    "lab-classifier-read": ("ruler", Cell("", ".1%", "selectivity", **LAB_CLASSIFIER)),
+    "lab-pages-answers": ("ruler", Cell("", ".1%", "score", **LAB_PAGES)),
+    "lab-pages-read": ("ruler", Cell("", ".1%", "selectivity", **LAB_PAGES)),
 }
 
 
 def marked(match: re.Match[str]) -> str:
     """Returns a marked table or number, written anew."""
     kind, name = match[1], match[2]
-    if kind == "table":
-        text = "\n".join(TABLES[name].write())
-    else:
-        file, number = NUMBERS[name]
-        text = number.write(file, {})
+    text = "\n".join(TABLES[name].write()) if kind == "table" else NUMBERS[name][1].write(NUMBERS[name][0], {})
     return f"<!-- {kind}: {name} -->{text}<!-- end -->"
 
 
