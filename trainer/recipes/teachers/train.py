@@ -119,10 +119,7 @@ def train(
     compiled: bool = False,
     resume: bool = False,
 ) -> tuple[LlamaForCausalLM, float]:
-    """Runs the stages of ``plan`` and returns the model and the seconds of all steps, also of those before a resumption.
-
-    Checkpoints are written to ``out/stage-N``, metrics to ``out/metrics.jsonl``.
-    """
+    """Runs the stages of ``plan`` and returns the model and the seconds of all steps, also of those before a resumption."""
     model = build_model(plan, tokenizer).to(device)  # pyrefly: ignore[bad-argument-type]
     module = WeightedLanguageModel(model)
     ranks = PartialState().num_processes
@@ -209,13 +206,7 @@ def _options_in_messages() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace, plan: Plan) -> None:
-    """Trains the model of ``plan`` with the options ``args`` of the command line, and writes it with its figures.
-
-    Raises
-    ------
-    UserError : as :func:`read_texts`; the tokenizer cannot be read, the device cannot be had, the folder cannot be written.
-    Fault, TrainingDiverged, KeyboardInterrupt : as :func:`fit`.
-    """
+    """Trains the model of ``plan`` with the options ``args`` of the command line, and writes it with its figures."""
     one_of("device", args.device, ("auto", "cpu", "cuda"))
     device, folder = resolve_device(args.device), args.out / "model"
     artifacts.check_writable(folder, overwrite=True, marker=RECORD)
@@ -249,12 +240,7 @@ def run(args: argparse.Namespace, plan: Plan) -> None:
 
 
 def read_texts(args: argparse.Namespace, plan: Plan, tokenizer: PreTrainedTokenizerFast) -> tuple[Texts, dict[str, np.ndarray]]:
-    """Returns the tokens of the training text, and those of ``--test`` and ``--haystack`` by option.
-
-    Raises
-    ------
-    UserError : as :func:`read_sources`, :func:`check_unseen` and :func:`check_lengths`.
-    """
+    """Returns the tokens of the training text, and those of ``--test`` and ``--haystack`` by option."""
     sources = read_sources(args.text)
     paths = {"--test": args.test, "--haystack": args.haystack}
     heldout = {option: path for option, path in paths.items() if path is not None}
