@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from colorsys import hsv_to_rgb
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msattn.kernels.bench import SHIPPED, BenchRow
-from msattn.trainer.evaluate.report.tables import fitting, with_columns
+from msattn.trainer.evaluate.report.tables import filled, fitting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,17 +47,6 @@ def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: "Conso
         console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
-class Column(NamedTuple):
-    """A column of the table.
-
-    On a narrow terminal, columns with a ``priority`` are dropped, the lowest first.
-    """
-
-    header: str
-    cell: Callable[[BenchRow], str]
-    priority: int | None = None
-
-
 def _milliseconds(ms: float | None) -> str:
     assert ms is not None
     return f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
@@ -73,57 +62,37 @@ def _optional(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-COLUMNS = (
-    Column("keys", lambda row: f"{row.length:,}"),
-    Column("variant", label),
-    Column("ms", lambda row: _milliseconds(row.ms)),
-    Column("quartiles", lambda row: f"{_milliseconds(row.q1)} – {_milliseconds(row.q3)}", 1),
-    Column("rate", _rate, 5),
-    Column("share", lambda row: f"{row.share:.1%}"),
-    Column("error", lambda row: _optional(row.error, "{:.1e}"), 4),
-    Column("memory", lambda row: _optional(row.memory_gb, "{:.3g} GB"), 0),
-    Column("compile", lambda row: _optional(row.compile_s, "{:.1f} s"), 3),
-)
+COLUMNS: dict[str, Callable[[BenchRow], str]] = {
+    "keys": lambda row: f"{row.length:,}",
+    "variant": label,
+    "ms": lambda row: _milliseconds(row.ms),
+    "quartiles": lambda row: f"{_milliseconds(row.q1)} – {_milliseconds(row.q3)}",
+    "rate": _rate,
+    "share": lambda row: f"{row.share:.1%}",
+    "error": lambda row: _optional(row.error, "{:.1e}"),
+    "memory": lambda row: _optional(row.memory_gb, "{:.3g} GB"),
+    "compile": lambda row: _optional(row.compile_s, "{:.1f} s"),
+}
 TEXT_COLUMNS = ("variant",)
-EAGER_PRIORITY = 2  # of the speedup over eager code
+OPTIONAL_COLUMNS = ("memory", "quartiles", "x eager", "compile", "error", "rate")  # go in this order in a narrow terminal
 LEGEND = "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
 
 
-def _columns(timed: Sequence[BenchRow], width: int) -> dict[str, list[str]]:
-    """Returns the non-empty columns that fit ``width`` characters, as ``{header: cells}``."""
-    speedups = [
-        Column(
-            f"x {peer}",
-            lambda row, peer=peer: _optional(row.times.get(peer), "{:.3g}"),
-            EAGER_PRIORITY if peer == "eager" else None,
-        )
-        for peer in dict.fromkeys(peer for row in timed for peer in row.times)
-    ]
-    filled = {column: [column.cell(row) for row in timed] for column in (*COLUMNS, *speedups)}
-    filled = {column: cells for column, cells in filled.items() if any(cells)}
-    droppable = sorted((column.priority, column.header) for column in filled if column.priority is not None)
-    shown = {column.header: cells for column, cells in filled.items()}
-    return fitting(shown, width, TEXT_COLUMNS, [[header] for _, header in droppable])
-
-
 def table(rows: Sequence[BenchRow], width: int) -> "Table":
-    """Returns the rows that have a time as a table with a section for each length."""
+    """Returns the rows that have a time as a table of ``width`` characters with a section for each length."""
     timed = [row for row in rows if row.ms is not None]
-    columns = _columns(timed, width)
-    heading = f"{title(rows[0])}\n{LEGEND}" if rows else ""
-    shown = with_columns(heading, list(columns), TEXT_COLUMNS)
-    previous = 0
-    for row, (keys, *cells) in zip(timed, zip(*columns.values(), strict=True), strict=True):
-        if previous and row.length != previous:
-            shown.add_section()
-        shown.add_row("" if row.length == previous else keys, *cells, style="bold" if row.variant in OURS else None)
-        previous = row.length
-    return shown
+    columns = {header: [cell(row) for row in timed] for header, cell in COLUMNS.items()}
+    for peer in dict.fromkeys(peer for row in timed for peer in row.times):
+        columns[f"x {peer}"] = [_optional(row.times.get(peer), "{:.3g}") for row in timed]
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    columns = fitting(columns, width, TEXT_COLUMNS, [[header] for header in OPTIONAL_COLUMNS])
+    heading, ours = f"{title(rows[0])}\n{LEGEND}" if rows else "", [row.variant in OURS for row in timed]
+    return filled(heading, columns, TEXT_COLUMNS, [row.length for row in timed], ours, sections=True)
 
 
 def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
     """Plots time and share of peak by length, one line per variant and setting."""
-    from msattn.trainer.evaluate.report.style import subplots
+    from msattn.trainer.evaluate.report.style import log_ticks, subplots
 
     timed = [row for row in rows if row.ms is not None]
     lines: dict[str, list[BenchRow]] = {}
@@ -135,11 +104,8 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
         lengths = [row.length for row in lines[name]]
         time.plot(lengths, [row.ms or 0 for row in lines[name]], label=name, **style)
         share.plot(lengths, [100 * (row.share or 0) for row in lines[name]], **style)
-    ticks = sorted({row.length for row in timed})
     for axes in (time, share):
-        axes.set(xscale="log", xlabel="keys")
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
+        log_ticks(axes, sorted({row.length for row in timed}), "{:,}".format, xlabel="keys")
     time.set(yscale="log", ylabel="time of one run (ms)")
     share.set(ylabel="share of the measured peak (%)", ylim=(0, None))
     if rows:

@@ -55,27 +55,22 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
     These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
     read. They are measured as in the training of a gate, on the first training chunks of ``data``, which hold no held-out text,
     in one pass for all, and kept in ``data.cache``.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
     if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
-    scorers = {each.method: kept.scorer(each) for each in needy}
-    calibrated = {str(each.method): scorers[each.method] for each in needy if isinstance(each.select, Calibrated)}
-    identities = {str(each.method): _identity(each) for each in needy}
+    scorers = {str(each.method): kept.scorer(each) for each in needy}
+    calibrated = {str(each.method): _identity(each) for each in needy if isinstance(each.select, Calibrated)}
     always = always_read(needy[0].select)._replace(dense_queries=0)
-    tables = kept.tables(calibrated, identities, always) if calibrated else {}
+    tables = kept.tables(scorers, calibrated, always)
     notes = [
         f"{each.method}: its artifact holds no thresholds for this selection; they were measured anew."
         for each in needy
         if each.gate is not None
     ]
     found = [
-        replace(each, scorer=scorers[each.method], thresholds=tables.get(str(each.method))) if each.method in scorers else each
+        replace(each, scorer=scorers[name], thresholds=tables.get(name)) if (name := str(each.method)) in scorers else each
         for each in methods.block_selections
     ]
     return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
@@ -84,11 +79,8 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
 def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
     """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
 
-    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text.
-
-    Raises
-    ------
-    UserError : as :func:`calibrate_selections`, or the thresholds of an artifact do not cover a share.
+    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text. Raises
+    UserError if the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
         if not isinstance(each.router, PREDICTING):
@@ -105,12 +97,7 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
 
 
 def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
-    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.training_chunks`, or ``data.seq_len`` exceeds the model's positions.
-    """
+    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates."""
     check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
     text = replace(cfg.data, needles=cfg.model.presets.needles)
@@ -148,7 +135,7 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
 def _lacks(method: BlockSelectionMethod) -> bool:
     """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
     if method.gate is None:
-        return method.select.scores == "a_shape" or isinstance(method.select, Calibrated)
+        return method.method == AShape.method or isinstance(method.select, Calibrated)
     always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
     fits = method.gate.thresholds is not None and always == method.gate.always
     return isinstance(method.select, Calibrated) and not fits
@@ -162,12 +149,7 @@ def _identity(method: BlockSelectionMethod) -> str:
 
 
 class _Kept:
-    """Measurements on calibration text, read from ``data.cache`` or made and kept there.
-
-    Parameters
-    ----------
-    items : the chunks ``{"input_ids": int64 [N]}``.
-    """
+    """Measurements on calibration chunks ``{"input_ids": int64 [N]}``, read from ``data.cache`` or made and kept there."""
 
     def __init__(self, cfg: EvalRunConfig, loaded: "Loaded", items: list[dict[str, Any]]) -> None:
         self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
@@ -184,7 +166,7 @@ class _Kept:
 
     def scorer(self, method: BlockSelectionMethod) -> Scorer:
         """Returns the scorer of a method; that of the A shape is measured."""
-        if method.select.scores != "a_shape":
+        if method.method != AShape.method:
             return Selection.from_config(method.select.with_policy("topk"), method.gate).scorer
         size = method.select.block_size
         profile = self.array(
@@ -193,26 +175,21 @@ class _Kept:
         return AShape(size, torch.from_numpy(profile).to(self.model.device))
 
     def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, dict[str, Any]]:
-        """Returns the thresholds of all ``scorers``, measured in one pass if those of one of them are not kept."""
+        """Returns the results of ``calibrate_blocks`` by name, of one pass for all if those of one of them are not kept."""
 
         @cache
         def measured() -> dict[str, dict[str, Any]]:
-            return calibrate_blocks(scorers, self.model, self.items, always=always)
+            return calibrate_blocks({name: scorers[name] for name in identities}, self.model, self.items, always=always)
 
-        def fits(name: str) -> np.ndarray:
-            found = [[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]]
-            return np.array(found)
+        def fits(name: str) -> np.ndarray:  # [layers, sparsities, 3]
+            return np.array([[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]])
 
-        arrays = {
-            name: self.array("thresholds", [identities[name], *always, FLOOR], lambda name=name: fits(name)) for name in scorers
-        }
-        return {name: _table(array) for name, array in arrays.items()}
+        def table(name: str) -> dict[str, Any]:
+            array = self.array("thresholds", [identities[name], *always, FLOOR], lambda: fits(name))
+            layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in array.tolist()]
+            return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}
 
-
-def _table(fits: np.ndarray) -> dict[str, Any]:
-    """Returns thresholds ``[layers, sparsities, 3]`` as :func:`msattn.trainer.methods.thresholds.calibrate_blocks` does."""
-    layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in fits.tolist()]
-    return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}
+        return {name: table(name) for name in identities}
 
 
 def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
@@ -221,10 +198,6 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
     For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
     over queries, heads and layers of training chunks. The notes say how many, and which shares a routing cannot read, as its
     buckets or the dense window are larger.
-
-    Raises
-    ------
-    UserError : as :func:`calibration_chunks`.
     """
     shares, routings = cfg.eval.key_shares, methods.bucket_routings
     if not shares or not routings:

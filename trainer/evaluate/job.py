@@ -33,15 +33,8 @@ CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
 class PartialRows:
     """Measured rows in a file of JSON lines: the settings of the evaluation, then rows under the key of their measurement.
 
-    Parameters
-    ----------
-    path : the file; the caller holds the lock of the folder of the results.
-    settings : of this evaluation, which must equal those of the one to resume.
-    resume : use the rows of an interrupted evaluation; otherwise they are deleted.
-
-    Raises
-    ------
-    UserError : the evaluation to resume had other settings, or the file cannot be read or written.
+    With ``resume`` the rows of an interrupted evaluation are used, otherwise deleted. Raises UserError if that evaluation had
+    other settings, or the file cannot be read or written. The caller holds the lock of the folder of the results.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -90,13 +83,9 @@ class PartialRows:
 
 
 class Measurement(NamedTuple):
-    """A part of a task, and the key under which its rows are kept.
+    """A part of a task, and the key under which its rows are kept (None: it is measured in every run).
 
-    Attributes
-    ----------
-    key : None: it is measured in every run.
-    measure : returns the rows; gets a function to call after each of ``steps``, and the rows of the parts before.
-    steps : of its progress.
+    ``measure`` returns the rows; it gets a function to call after each of ``steps``, and the rows of the parts before.
     """
 
     key: tuple[Any, ...] | None

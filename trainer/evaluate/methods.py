@@ -136,9 +136,7 @@ class BucketRoutingMethod:
     def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
         """Returns ``(label, setting)`` for each number of probes and, if the router predicts attention, each share of the keys.
 
-        Raises
-        ------
-        UserError : there are fewer buckets than probes.
+        Raises UserError if there are fewer buckets than probes.
         """
         for count in probes:
             if count > self.router.num_buckets:
@@ -186,31 +184,19 @@ def with_independent(routings: Sequence[BucketRoutingMethod], wanted: bool) -> l
 
 @dataclass(frozen=True)
 class ComparedMethods:
-    """The methods that each task compares with dense attention.
+    """The methods that each task compares with dense attention, and the artifacts that they were read from."""
 
-    Attributes
-    ----------
-    block_selections : methods of sparse prefill.
-    bucket_routings : methods of sparse decoding.
-    manifests : manifests of the artifacts, by kind.
-    notes : remarks for the reader, e.g. a missing artifact and the command that creates it.
-    read : the artifacts.
-    """
-
-    block_selections: list[BlockSelectionMethod]
-    bucket_routings: list[BucketRoutingMethod]
-    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    block_selections: list[BlockSelectionMethod]  # of sparse prefill
+    bucket_routings: list[BucketRoutingMethod]  # of sparse decoding
+    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind
+    notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
 
 
 def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> ComparedMethods:
     """Loads the artifacts of ``cfg.artifacts`` and those of this model and name, and adds ``eval.baselines``.
 
-    Raises
-    ------
-    UserError
-        A given artifact is missing, or an artifact belongs to another model. Artifacts that no task reads are not looked for.
+    Artifacts that no task reads are not looked for. Raises UserError if a given one is missing, or one is of another model.
     """
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}

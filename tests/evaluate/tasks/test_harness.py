@@ -217,19 +217,6 @@ def test_documents_longer_than_the_positions_are_read_in_windows(folder: Path, l
     assert (row["score_name"], row["score"]) == ("bits_per_byte", pytest.approx(expected, rel=1e-5))
 
 
-def too_long(folder: Path) -> None:
-    write_task(folder, "task", [{"text": TEXT * 30, "target": "x"}], **GENERATED)
-
-
-def too_long_to_choose(folder: Path) -> None:
-    write_task(folder, "task", [{"text": TEXT * 30, "choices": ["a", "b"], "target": 0}], **CHOSEN)
-
-
-def long_answers(folder: Path) -> None:
-    keys = GENERATED | {"generation_kwargs": {"until": [], "max_gen_toks": 9999, "do_sample": False}}
-    write_task(folder, "task", [{"text": TEXT, "target": "x"}], **keys)
-
-
 def script(folder: Path) -> None:
     (folder / "own").mkdir()
     (folder / "own" / "own.py").write_text("open('ran', 'w').close()\n")
@@ -241,32 +228,34 @@ def no_data(folder: Path) -> None:
     (folder / "task.jsonl").unlink()
 
 
-def no_column(folder: Path) -> None:
-    write_task(folder, "task", [{"description": "x", "target": "x"}], **GENERATED)
-
-
-def no_function(folder: Path) -> None:
-    write_task(folder, "task", [{"text": "x", "target": "x"}], **GENERATED, process_docs="!function gone.docs")
-
-
 def no_yaml(folder: Path) -> None:
     (folder / "task.yaml").write_text("task: task\ndataset_path: [json\noutput_type: x\n")
+
+
+def task_of(keys: dict[str, Any], **row: Any) -> Callable[[Path], None]:
+    """Returns a function that writes a task of one sample."""
+    return lambda folder: write_task(folder, "task", [{"target": "x", **row}], **keys)
+
+
+LONG_ANSWERS = GENERATED | {"generation_kwargs": {"until": [], "max_gen_toks": 9999, "do_sample": False}}
+TOO_LONG = r"eval\.harness: a sample has \d+ tokens, and %d fit the model's positions"
+ANSWERS = r"eval\.harness: answers of task have up to 9999 tokens, and the model has positions for 256; "
+SCRIPT = (
+    r"eval\.harness\.tasks=task: this dataset is a script, which is never run; a task in eval\.harness\.include_path "
+    r"can read its parquet files \(dataset_path: parquet\), or the Hub's parquet copy"
+)
 
 
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (too_long, r"eval\.harness: a sample has \d+ tokens, and 252 fit the model's positions with the answer; extend"),
-        (too_long_to_choose, r"eval\.harness: a sample has \d+ tokens, and 256 fit the model's positions"),
-        (long_answers, r"eval\.harness: answers of task have up to 9999 tokens, and the model has positions for 256; "),
-        (
-            script,
-            r"eval\.harness\.tasks=task: this dataset is a script, which is never run; a task in eval\.harness\.include_path "
-            r"can read its parquet files \(dataset_path: parquet\), or the Hub's parquet copy",
-        ),
+        (task_of(GENERATED, text=TEXT * 30), TOO_LONG % 252 + " with the answer; extend"),
+        (task_of(CHOSEN, text=TEXT * 30, choices=["a", "b"], target=0), TOO_LONG % 256),
+        (task_of(LONG_ANSWERS, text=TEXT), ANSWERS),
+        (script, SCRIPT),
         (no_data, r"eval\.harness\.tasks=task: Unable to find '.*task\.jsonl'"),
-        (no_column, r"eval\.harness\.tasks=task: .*'text' is undefined"),
-        (no_function, r"eval\.harness\.tasks=task: .*'gone'"),
+        (task_of(GENERATED, description="x"), r"eval\.harness\.tasks=task: .*'text' is undefined"),
+        (task_of(GENERATED | {"process_docs": "!function gone.docs"}, text="x"), r"eval\.harness\.tasks=task: .*'gone'"),
         (no_yaml, r"eval\.harness\.tasks=task: no such task of lm_eval, and none in .*/task\.yaml, line 3: "),
     ],
 )
@@ -307,39 +296,23 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
 
 
-def exit_code_of_harness(*arguments: str) -> int:
-    return exit_code("eval", "eval=harness", "tracker=none", "device=cpu", *arguments)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "eval.harness.tasks=[]: one or more tasks of lm_eval"),
         (["eval.harness.tasks=[a]", "eval.harness.include_path=gone"], "eval.harness.include_path=gone: a folder with YAML"),
-        (
-            ["eval.harness.tasks=[a]", "eval.harness.limit=0"],
-            "eval.harness.limit=0: accepted is an integer in [1, 1e9], or null",
-        ),
-        (
-            ["eval.harness.tasks=[a]", "eval.harness.lengths=[64,0]"],
-            "eval.harness.lengths=[64, 0]: accepted is a list, each an integer",
-        ),
         (["eval.harness.tasks=[a]", "eval.harness.lengths=[9999999]"], "eval.harness.lengths=9999999: the model has positions"),
         (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
     ],
 )
 def test_mistakes_without_lm_eval(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert exit_code_of_harness(*arguments) == 2
+    assert exit_code("eval", "eval=harness", "tracker=none", "device=cpu", *arguments) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith(f"msattn: {message}")
 

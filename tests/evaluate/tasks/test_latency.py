@@ -88,10 +88,8 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
     }  # fmt: skip
     assert len(others) == 2 * 2, "one setting of each method"
     for name in ("chunks of 100", "64 new after 176"):
-        dense, sparse = (
-            every["latency", "dense, SDPA", name, 240],
-            every["latency", "gate, untrained", f"sparsity 0.5, {name}", 240],
-        )
+        dense = every["latency", "dense, SDPA", name, 240]
+        sparse = every["latency", "gate, untrained", f"sparsity 0.5, {name}", 240]
         assert sparse["ratio_to_dense"] == pytest.approx(sparse["score"] / dense["score"])
         assert sparse["sparsity"] > 0
         assert (sparse["extra"]["situation"], sparse["extra"]["break_even"]) == (name, None)
@@ -214,17 +212,13 @@ def test_user_errors(tmp_path: Path) -> None:
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
     with pytest.raises(UserError, match=f"probes=5: accepted are 0 to {BUCKETS}"):
         evaluate(replace(cfg, probes=5))
-    for lengths in ([], [0]):
-        with pytest.raises(UserError, match=r"eval\.latency\.lengths"):
-            LatencyConfig(lengths=lengths)
-    with pytest.raises(UserError, match=r"eval\.latency\.sparsities"):
-        LatencyConfig(sparsities=[1.0])
-    with pytest.raises(UserError, match=r"eval\.latency\.turn=0"):
-        LatencyConfig(turn=0)
-    assert LatencyConfig(chunk=None).chunk is None
-    for key, value in {"tokens": 0, "max_keys": 0, "transformers_batch": -1, "batches": []}.items():
-        with pytest.raises(UserError, match=rf"eval\.decoding\.{key}="):
-            DecodingConfig(**{key: value})
+    for schema, values in (
+        (LatencyConfig, {"lengths": [0], "sparsities": [1.0], "turn": 0}),
+        (DecodingConfig, {"tokens": 0, "max_keys": 0, "transformers_batch": -1, "batches": []}),
+    ):
+        for key, value in values.items():
+            with pytest.raises(UserError, match=rf"eval\.(latency|decoding)\.{key}="):
+                schema(**{key: value})
 
 
 def test_unavailable_backends_give_the_reason() -> None:

@@ -27,8 +27,8 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
     assert torch.equal(routed["all"].predicted, dense.predicted)
     assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared cache is unchanged
-    assert routed["all"].selectivity == pytest.approx(1)
-    assert (routed["none"].selectivity or 1) < 0.5
+    assert routed["all"].spent["selectivity"] == pytest.approx(1)
+    assert routed["none"].spent["selectivity"] < 0.5
 
 
 def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(loaded: Loaded, tmp_path: Path, text: str) -> None:
@@ -51,7 +51,7 @@ def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_
     with attach(loaded.model, select=select, dense_below=0) as sparse:
         results = [needle.prefill_samples(loaded, each, lambda: None, sparse) for each in (samples, other)]
     assert torch.equal(results[0].predicted[:, first], results[1].predicted[:, first])
-    assert (results[0].sparsity or 0) > 0.5
+    assert results[0].spent["sparsity"] > 0.5
 
 
 def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: str) -> None:

@@ -46,7 +46,7 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
     texts = {"dense": dense_texts, "gate": [text[:-2] for text in dense_texts]}
 
     def row(method: str, dense: EvalRow | None) -> EvalRow:
-        found = answers.Answers([], texts[method], 1.0, 1.0, answers.SharesRead(0.5, 0.5))
+        found = answers.Answers([], texts[method], {"sparsity": 0.5})
         return ruler.as_row(answers.MethodSetting(method, "", nullcontext), samples, found, 1000, dense)
 
     dense = row("dense", None)
@@ -121,7 +121,7 @@ def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> No
     questions = [Question(encode_prompt(loaded.tokenizer, text, None), 8) for text in texts]
     single, batched = (answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096))
     assert batched.tokens == single.tokens
-    assert batched.read.sparsity == pytest.approx(single.read.sparsity, abs=0.05)  # blocks of queries begin elsewhere
+    assert batched.spent["sparsity"] == pytest.approx(single.spent["sparsity"], abs=0.05)  # blocks of queries begin elsewhere
 
 
 def test_batches() -> None:

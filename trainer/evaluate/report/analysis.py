@@ -7,9 +7,11 @@ from msattn.trainer.evaluate.report.style import (
     BLUE,
     INK,
     at_most,
+    by_head,
     by_method,
     key_share_axis,
     legend_below,
+    log_ticks,
     percent,
     subplots,
 )
@@ -83,15 +85,8 @@ def analysis_mass(rows: list[EvalRow]) -> "Figure | None":
     far = curves[1] if len(curves) > 1 else curves[0]  # all keys, keys outside the window, blocks
     figure, (lines, heads) = subplots(1, 2, (11.0, 4.4))
     _mass_lines(lines, far, [row for row in curves if row is not far])
-    image = heads.imshow(far.extra["heads"], vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
-    layers = far.extra["layers"]
-    ticks = at_most(8, range(len(layers)))
-    heads.set_yticks(ticks, [layers[i] for i in ticks])
-    heads.set_xticks(at_most(8, range(len(far.extra["heads"][0]))))
-    heads.set(xlabel="query head", ylabel="layer", title=f"{far.score_name} of the keys {far.setting}")
-    heads.title.set_fontsize(10)
-    heads.grid(False)
-    figure.colorbar(image, ax=heads, label="share of the attention mass")
+    figure.colorbar(by_head(heads, far), ax=heads, label="share of the attention mass")
+    heads.set_title(f"{far.score_name} of the keys {far.setting}", fontsize=10)
     legend_below(figure, [lines])
     return figure
 
@@ -137,9 +132,8 @@ def _mass_lines(axes: "Axes", far: EvalRow, others: list[EvalRow]) -> None:
         mass = [percent(row.extra[f"top {share:.0%}"]) for share in row.extra["shares"]]
         axes.plot(shares, mass, color=INK, linestyle=style, label=row.method.label)
     axes.plot(shares, shares, color="#999999", linewidth=1.0, label="equal weights")
-    axes.set(xlabel="top keys or blocks (%)", ylabel="share of the attention mass (%)", ylim=(0, 102), xscale="log")
-    axes.set_xticks(shares, [f"{share:g}" for share in shares])
-    axes.minorticks_off()
+    axes.set(ylabel="share of the attention mass (%)", ylim=(0, 102))
+    log_ticks(axes, shares, xlabel="top keys or blocks (%)")
     axes.set_title(f"layers: keys {far.setting}", fontsize=10)
 
 

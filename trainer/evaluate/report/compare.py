@@ -3,12 +3,12 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.report.tables import with_columns
+from msattn.trainer.evaluate.report.tables import filled, with_columns
 from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
+FORMS = {"latency": "{:.3g} s"} | dict.fromkeys(("perplexity", "analysis"), "{:.3f}")
+FORMS |= dict.fromkeys(("decoding", "throughput"), "{:.4g} tokens/s")
 RELATIVE = ("latency", "decoding", "throughput")  # tasks whose difference is shown in percent
 
 
@@ -42,22 +44,16 @@ class ComparedRow(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two evaluations.
+class Comparison(NamedTuple):
+    """Two evaluations: scores that both have, the number of those that only one has, and settings that differ.
 
-    Attributes
-    ----------
-    title : folder of the other evaluation, as given, and when it was made: this evaluation may have replaced it.
-    rows : scores that both have.
-    unmatched : number of scores that only one of them has.
-    settings : ``{key: (value here, value there)}`` of the settings that differ.
+    The title is the folder of the other one, as given, and when it was made: this evaluation may have replaced it.
     """
 
     title: str
     rows: list[ComparedRow]
     unmatched: int
-    settings: dict[str, tuple[str, str]]
+    settings: dict[str, tuple[str, str]]  # value here, value there
 
     def main(self) -> list[ComparedRow]:
         """Returns the rows of dense attention and of trained methods."""
@@ -65,12 +61,7 @@ class Comparison:
 
 
 def read_results(folder: str) -> dict[str, Any]:
-    """Returns the content of ``results.json`` of another evaluation.
-
-    Raises
-    ------
-    UserError : there is none in ``folder``, or it is malformed.
-    """
+    """Returns the content of ``results.json`` of another evaluation; UserError if there is none, or it is malformed."""
     path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
     try:
@@ -103,14 +94,17 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
     )
 
 
+def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
+    """Returns ``{column: cells}``."""
+    lines = [each.cells() for each in rows]
+    return {name: [line[name] for line in lines] for name in lines[0]} if lines else {}
+
+
 def show(comparison: Comparison, console: "Console") -> None:
     """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
     console.print(f"Compared with {comparison.title}", style="bold", markup=False, highlight=False, soft_wrap=True)
-    if lines := [each.cells() for each in comparison.main()]:
-        table = with_columns(None, list(lines[0]), ("task", "method", "setting"))
-        for line in lines:
-            table.add_row(*line.values())
-        console.print(table)
+    if columns := scores(comparison.main()):
+        console.print(filled(None, columns, ("task", "method", "setting")))
     if comparison.unmatched:
         console.print(f"{comparison.unmatched} rows are in one of the two evaluations only.", highlight=False)
     for name, (here, there) in comparison.settings.items():
@@ -119,14 +113,7 @@ def show(comparison: Comparison, console: "Console") -> None:
 
 def score_text(task: str, score: float) -> str:
     """Returns a score as text, in the unit of its task."""
-    match task:
-        case "perplexity" | "analysis":
-            return f"{score:.3f}"
-        case "latency":
-            return f"{score:.3g} s"
-        case "decoding" | "throughput":
-            return f"{score:.4g} tokens/s"
-    return f"{score:.1%}"
+    return FORMS.get(task, "{:.1%}").format(score)
 
 
 def _of(row: EvalRow) -> tuple[str, str, str]:
@@ -163,16 +150,10 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def tabulate(folders: Sequence[Path]) -> Path | None:
-    """Prints the scores of trained methods in all evaluations, and writes all rows of all evaluations to one CSV file.
+    """Prints the scores of trained methods in the evaluations ``folders``, and writes all their rows to one CSV file.
 
-    Parameters
-    ----------
-    folders : results of :func:`msattn.trainer.evaluate.run.evaluate`, ``outputs/<model>/<name>/eval``.
-
-    Returns
-    -------
-    Path | None
-        ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one name, which replace each other.
+    Returns ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one name, which replace each
+    other.
     """
     from rich.console import Console
 
@@ -192,18 +173,15 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
 
 def _table(found: dict[str, list[EvalRow]]) -> "Table":
     """Returns a table with a line for each evaluation and trained method, and a column for each task and setting."""
-    from rich import box
-    from rich.table import Table
-
     cells: dict[tuple[str, Method], dict[str, str]] = {}
     for name, rows in found.items():
         for row in (row for row in rows if row.method.is_trained):
             column = " ".join(filter(None, (*_of(row), row.setting)))
             cells.setdefault((name, row.method), {})[column] = score_text(row.task, row.score)
     columns = list(dict.fromkeys(column for line in cells.values() for column in line))
-    shown = Table(title="All evaluations", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("name", "method", *columns):
-        shown.add_column(header, justify="left" if header in ("name", "method") else "right", overflow="fold")
+    shown = with_columns("All evaluations", ["name", "method", *columns], ("name", "method"))
+    for column in shown.columns:
+        column.no_wrap, column.overflow, column.vertical = False, "fold", "top"
     for (name, method), line in cells.items():
         shown.add_row(name, method.label, *(line.get(column, "") for column in columns))
     return shown

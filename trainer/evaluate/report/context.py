@@ -17,26 +17,15 @@ MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # keys of a
 
 @dataclass(frozen=True)
 class Context:
-    """The provenance that every file of a result contains.
-
-    Attributes
-    ----------
-    title : title of the page.
-    machine, versions : names and values.
-    commit : git commit of the checkout; None outside a checkout.
-    config : the resolved configuration with its seeds.
-    artifacts : path, hash, seed and time of creation of the measured artifacts, by kind.
-    notes : remarks that the reader needs before the tables.
-    created : time of creation (UTC, ISO 8601).
-    """
+    """The provenance that every file of a result contains."""
 
     title: str
     machine: dict[str, str]
     versions: dict[str, str]
-    commit: str | None
-    config: dict[str, Any]
-    artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    commit: str | None  # of the checkout; None outside a checkout
+    config: dict[str, Any]  # resolved, with its seeds
+    artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)  # path, hash, seed and time of creation, by kind
+    notes: list[str] = field(default_factory=list)  # that the reader needs before the tables
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 

@@ -11,6 +11,7 @@ from msattn.trainer.evaluate.report.style import (
     legend_below,
     legend_outside,
     length_axis,
+    log_ticks,
     longest,
     panel_grid,
     percent,
@@ -84,13 +85,10 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
 
 def _time_axis(axes: "Axes", times: list[float]) -> None:
     """Makes the x axis the time relative to dense attention, which is marked at 1."""
-    axes.set_xscale("log")
     axes.axvline(1, color=INK, linewidth=0.9)
     low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
-    ticks = [tick for tick in RATIOS if low <= tick <= high]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlim=(low, high), xlabel="time relative to dense attention (left of 1: faster)")
+    ticks, label = [tick for tick in RATIOS if low <= tick <= high], "time relative to dense attention (left of 1: faster)"
+    log_ticks(axes, ticks, xlim=(low, high), xlabel=label)
 
 
 def perplexity(rows: list[EvalRow]) -> "Figure | None":
@@ -99,12 +97,12 @@ def perplexity(rows: list[EvalRow]) -> "Figure | None":
     if not rows:
         return None
     figure, (axes,) = panel_grid(1)
-    for method, points in by_method(rows):
-        points.sort(key=lambda row: row.sparsity or 0)
-        rise = [percent_above(row.ratio_to_dense) for row in points]
-        intervals = [row.extra["ratio_interval"] or (row.ratio_to_dense,) * 2 for row in points]
-        bounds = [[percent_above(bound) for bound in interval] for interval in intervals]
-        plot_with_intervals(axes, [percent(row.sparsity) for row in points], rise, bounds, method)
+
+    def rise(row: EvalRow) -> tuple[float, ...]:
+        bounds = row.extra["ratio_interval"] or (row.ratio_to_dense,) * 2
+        return tuple(map(percent_above, (row.ratio_to_dense, *bounds)))
+
+    plot_with_intervals(axes, rows, lambda row: percent(row.sparsity), rise)
     perplexity_axis(axes, [percent_above(row.ratio_to_dense) for row in rows])
     axes.set(xlabel="sparsity: visible blocks not read (%)")
     legend_outside(figure, axes)
@@ -151,13 +149,14 @@ def found(rows: list[EvalRow], label: str) -> "Figure | None":
     if not lengths:
         return None
     figure, panels = panel_grid(len(lengths))
+
+    def share_found(row: EvalRow) -> tuple[float, ...]:
+        return tuple(map(percent, (row.score, *(row.interval or (row.score, row.score)))))
+
     for axes, length in zip(panels, lengths, strict=True):
         of_length = [row for row in rows if row.extra["length"] == length]
-        for method, points in by_method([row for row in of_length if not row.method.is_dense]):
-            points.sort(key=lambda row: row.selectivity or 0)
-            scores = [percent(row.score) for row in points]
-            bounds = [[percent(bound) for bound in row.interval or (row.score, row.score)] for row in points]
-            plot_with_intervals(axes, [percent(row.selectivity) for row in points], scores, bounds, method)
+        sparse = [row for row in of_length if not row.method.is_dense]
+        plot_with_intervals(axes, sparse, lambda row: percent(row.selectivity), share_found)
         if dense := dense_of(of_length):
             axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
         axes.set(title=f"{length:,} tokens", ylabel=f"{label} (%)", ylim=(-4, 104))

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import RULER_TASKS
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, at_most, by_method, row_title, subplots
+from msattn.trainer.evaluate.report.style import BLUE, GRID, HEATMAP, INK, by_head, by_method, row_title, subplots
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HEATMAP: dict[str, Any] = {"vmin": 0, "vmax": 1, "cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
 MAX_LABELLED_COLUMNS = 24  # a needle grid with more columns has no numbers in its cells
 
 
@@ -24,20 +22,12 @@ def recall_heads(rows: list[EvalRow]) -> "Figure | None":
     lines = -(-len(fewest) // columns)
     height = 0.9 + max(1.2, min(4.0, 0.18 * max(len(row.extra["layers"]) for row in fewest)))
     figure, grid = subplots(lines, columns, (9.0, height * lines + 0.3))
-    image = None
+    images = [by_head(axes, row) for axes, row in zip(grid, fewest, strict=False)]
     for axes, row in zip(grid, fewest, strict=False):
-        layers, heads = row.extra["layers"], row.extra["heads"]
-        image = axes.imshow(heads, **HEATMAP)
         axes.set_title(f"{row.method.label}\n{row.setting}, mean {row.score:.0%}", fontsize=9)
-        ticks = at_most(8, range(len(layers)))
-        axes.set_yticks(ticks, [layers[i] for i in ticks])
-        axes.set_xticks(at_most(8, range(len(heads[0]))))
-        axes.set(xlabel="query head", ylabel="layer")
-        axes.grid(False)
     for axes in grid[len(fewest) :]:
         axes.set_axis_off()
-    assert image is not None
-    figure.colorbar(image, ax=list(grid), label="attention mass read", shrink=0.9, pad=0.02)
+    figure.colorbar(images[-1], ax=list(grid), label="attention mass read", shrink=0.9, pad=0.02)
     return figure
 
 
@@ -63,42 +53,31 @@ def _grid(
     if not rows:
         return None
     lengths = sorted({row.extra["length"] for row in rows})
-    table = _by_length(rows, lengths, list(parts), scores)
-    width = min(13.0, 3.4 + 0.55 * len(lengths) * len(parts))
+    found = {
+        (row_title(row), row.extra["length"], part): scores(row)[part] for row in rows for part in parts if part in scores(row)
+    }
+    columns = [(length, part) for length in lengths for part in parts]
+    titles = list(dict.fromkeys(map(row_title, rows)))
+    table = [[found.get((title, *column), float("nan")) for column in columns] for title in titles]  # NaN: not measured
+    width = min(13.0, 3.4 + 0.55 * len(columns))
     figure, (axes,) = subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(table)))
-    image = axes.imshow(list(table.values()), **HEATMAP)
-    axes.set_yticks(range(len(table)), list(table))
-    axes.set_xticks(range(len(lengths) * len(parts)), [name for _ in lengths for name in parts.values()], fontsize=8)
+    image = axes.imshow(table, **HEATMAP)
+    axes.set_yticks(range(len(table)), titles)
+    axes.set_xticks(range(len(columns)), [parts[part] for _, part in columns], fontsize=8)
     axes.tick_params(length=0)
     axes.grid(False)
     for number, length in enumerate(lengths):
         axes.text((number + 0.5) * len(parts) - 0.5, -0.75, f"{length:,} tokens", ha="center", fontsize=9)
         if number:
             axes.axvline(number * len(parts) - 0.5, color="white", linewidth=3)
-    if len(lengths) * len(parts) <= MAX_LABELLED_COLUMNS:
-        _label_cells(axes, list(table.values()))
+    if len(columns) <= MAX_LABELLED_COLUMNS:
+        for y, line in enumerate(table):
+            for x, share in enumerate(line):
+                color = "black" if share > 0.6 else "white"
+                axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=color)
     axes.set_xlabel(label)
     figure.colorbar(image, ax=axes, label=score, pad=0.02)
     return figure
-
-
-def _by_length(
-    rows: list[EvalRow], lengths: list[int], parts: list[str], scores: Callable[[EvalRow], dict[str, Any]]
-) -> dict[str, list[float]]:
-    """Returns ``{method and setting: scores}``, by length and then by part; NaN where nothing was measured."""
-    cells = {
-        (row_title(row), row.extra["length"], part): scores(row)[part] for row in rows for part in parts if part in scores(row)
-    }
-    titles = dict.fromkeys(row_title(row) for row in rows)
-    return {title: [cells.get((title, length, part), float("nan")) for length in lengths for part in parts] for title in titles}
-
-
-def _label_cells(axes: "Axes", table: list[list[float]]) -> None:
-    """Writes the percentage into each cell of a heatmap."""
-    for y, line in enumerate(table):
-        for x, share in enumerate(line):
-            color = "black" if share > 0.6 else "white"
-            axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=color)
 
 
 def recall_maps(rows: list[EvalRow]) -> "Figure | None":

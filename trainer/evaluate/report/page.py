@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.evaluate.report.captions import CAPTIONS, EXAMPLES, INTRODUCTION, NEEDLE_EXAMPLES
-from msattn.trainer.evaluate.report.compare import ComparedRow, Comparison
+from msattn.trainer.evaluate.report.compare import Comparison, scores
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, phone_path
 from msattn.trainer.evaluate.report.tables import HEADINGS, caption, table
@@ -31,14 +31,9 @@ THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours
 
 
 def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], comparison: Comparison | None = None) -> str:
-    """Returns the page.
+    """Returns the page of ``rows``, with the fields of their :class:`~msattn.trainer.evaluate.report.context.Context`.
 
-    Parameters
-    ----------
-    rows : rows of any tasks.
-    about : the fields of :class:`~msattn.trainer.evaluate.report.context.Context`.
-    figures : ``{name: PNG file}``, each with an SVG file beside it, which the page embeds.
-    comparison : scores of another evaluation.
+    ``figures`` are ``{name: PNG file}``, each with an SVG file beside it, which the page embeds.
     """
     drawn = {name: figure(path, CAPTIONS[name]) for name, path in figures.items()}
     lines = verdict(rows)
@@ -112,21 +107,15 @@ def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
 
 def _comparison(comparison: Comparison) -> str:
     main = comparison.main()
-    shown = set(map(id, main))
-    others = [each for each in comparison.rows if id(each) not in shown]
-    scores = _scores(main) if comparison.rows else "<p>No row is in both.</p>"
+    others = [each for each in comparison.rows if each not in main]
+    shown = (html_table(scores(main)) if main else "") if comparison.rows else "<p>No row is in both.</p>"
     if others:
-        scores += folded(f"Other methods ({len(others)} rows)", _scores(others), is_open=not main)
+        shown += folded(f"Other methods ({len(others)} rows)", html_table(scores(others)), is_open=not main)
     unmatched = f"<p>{comparison.unmatched} rows are in one of the two evaluations only.</p>" if comparison.unmatched else ""
     here, there = ([values[side] for values in comparison.settings.values()] for side in (0, 1))
     settings = html_table({"key": list(comparison.settings), "here": here, "there": there})
     differ = f"<p>Settings that differ:</p>{settings}" if comparison.settings else "<p>No setting differs.</p>"
-    return f"{differ}\n{scores}{unmatched}"
-
-
-def _scores(rows: list[ComparedRow]) -> str:
-    lines = [each.cells() for each in rows]
-    return html_table({name: [line[name] for line in lines] for name in lines[0]}) if lines else ""
+    return f"{differ}\n{shown}{unmatched}"
 
 
 def _provenance(about: dict[str, Any]) -> str:

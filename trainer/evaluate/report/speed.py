@@ -8,6 +8,7 @@ from msattn.trainer.evaluate.report.style import (
     few_lines,
     legend_under,
     length_axis,
+    longest,
     plot_line,
     row_title,
     subplots,
@@ -105,10 +106,9 @@ def latency(rows: list[EvalRow]) -> "Figure | None":
     if not rows:
         return None
     figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
-    lengths = sorted({row.extra["length"] for row in rows})
     _plot_speedups(speedup, rows)
-    _plot_parts(parts, [row for row in rows if row.extra["length"] == lengths[-1]])
-    parts.set(xlabel="seconds to the first token", title=f"{lengths[-1]:,} tokens")
+    _plot_parts(parts, longest(rows))
+    parts.set(xlabel="seconds to the first token", title=f"{longest(rows)[0].extra['length']:,} tokens")
     return figure
 
 
@@ -135,11 +135,8 @@ def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:
     selection = [row.extra["selection_s"] for row in rows]
     rest = [max(0.0, row.score - a - s) for row, a, s in zip(rows, attention, selection, strict=True)]
     left = [0.0] * len(rows)
-    for part, color, widths in (
-        ("attention", BLUE, attention),
-        ("block selection", "#D55E00", selection),
-        ("rest of the model", "#CCCCCC", rest),
-    ):
+    parts = ("attention", BLUE, attention), ("block selection", "#D55E00", selection), ("rest of the model", "#CCCCCC", rest)
+    for part, color, widths in parts:
         axes.barh([row_title(row) for row in rows], widths, left=left, label=part, color=color)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()

@@ -1,6 +1,6 @@
 """Colours and axes that all figures share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,13 @@ from msattn.trainer.methods.base import Method
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 # Text and axes; grid and empty areas; the gate. The page replaces these colours by those of its theme.
 INK, GRID, BLUE = "#222222", "#E3E3E3", "#0072B2"
 KEY_SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # ticks of the share of keys read, in percent
 RISES = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # ticks of the rise of perplexity, in percent
+HEATMAP: dict[str, Any] = {"vmin": 0, "vmax": 1, "cmap": "viridis", "aspect": "auto", "interpolation": "nearest"}
 PHONE_WIDTH = 4.6  # inches of a figure that a phone shows in its whole width
 HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broken, and how far tells nothing
 
@@ -124,13 +126,31 @@ def stack_panels(figure: "Figure") -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
-def plot_with_intervals(axes: "Axes", x: list[float], y: list[float], bounds: list[list[float]], method: Method) -> None:
-    """Plots points with error bars to ``bounds`` (low, high), in the method's style."""
-    spread = [[value - low for value, (low, _) in zip(y, bounds, strict=True)]]
-    spread.append([high - value for value, (_, high) in zip(y, bounds, strict=True)])
-    drawn = axes.errorbar(x, y, yerr=spread, elinewidth=1.0, label=method.label, **method.line)
-    for bars in drawn[2]:
-        bars.set_alpha(0.5)
+def plot_with_intervals(
+    axes: "Axes", rows: list[EvalRow], x: Callable[[EvalRow], float], y: Callable[[EvalRow], tuple[float, ...]]
+) -> None:
+    """Plots a line of each method, in its style, over ``x``; ``y`` returns a value and the bounds of its interval."""
+    for method, points in by_method(rows):
+        points.sort(key=x)
+        values = [y(row) for row in points]
+        spread = [[value - low for value, low, _ in values], [high - value for value, _, high in values]]
+        drawn = axes.errorbar(
+            list(map(x, points)), [value for value, _, _ in values], spread, elinewidth=1.0, label=method.label, **method.line
+        )
+        for bars in drawn[2]:
+            bars.set_alpha(0.5)
+
+
+def by_head(axes: "Axes", row: EvalRow) -> "AxesImage":
+    """Draws ``extra["heads"]`` of a row by layer and query head, between 0 and 1."""
+    layers, heads = row.extra["layers"], row.extra["heads"]
+    drawn = axes.imshow(heads, **HEATMAP)
+    ticks = at_most(8, range(len(layers)))
+    axes.set_yticks(ticks, [layers[i] for i in ticks])
+    axes.set_xticks(at_most(8, range(len(heads[0]))))
+    axes.set(xlabel="query head", ylabel="layer")
+    axes.grid(False)
+    return drawn
 
 
 def plot_line(axes: "Axes", points: Iterable[tuple[float, float]], label: str, **style: Any) -> None:
@@ -156,21 +176,23 @@ def legend_below(figure: "Figure", panels: "list[Axes]") -> None:
     figure.legend(labelled.values(), labelled, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
 
 
+def log_ticks(axes: "Axes", ticks: Sequence[float], form: Callable[[Any], str] = "{:g}".format, **settings: Any) -> None:
+    """Makes the x axis a logarithmic one with these ticks alone; ``settings`` are those of ``Axes.set``."""
+    axes.set(xscale="log", **settings)
+    axes.set_xticks(ticks, list(map(form, ticks)))
+    axes.minorticks_off()
+
+
 def length_axis(axes: "Axes", rows: list[EvalRow], label: str = "tokens of the prompt") -> None:
     """Makes the x axis a logarithmic one of the rows' lengths."""
     lengths = sorted({row.extra["length"] for row in rows})
-    axes.set(xscale="log", xlabel=label)
-    axes.set_xticks(lengths, [f"{length // 1024}k" if length % 1024 == 0 else str(length) for length in lengths])
-    axes.minorticks_off()
+    log_ticks(axes, lengths, lambda n: f"{n // 1024}k" if n % 1024 == 0 else str(n), xlabel=label)
 
 
 def key_share_axis(axes: "Axes", rows: list[EvalRow]) -> None:
     """Makes the x axis a logarithmic percentage of keys read, from the lowest share of the sparse ``rows``."""
     lowest = 0.8 * min((percent(row.selectivity) for row in rows if not row.method.is_dense), default=1)
-    axes.set(xlabel="keys read (%)", xscale="log", xlim=(lowest, 105))
-    ticks = [tick for tick in KEY_SHARES if tick >= lowest]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    log_ticks(axes, [tick for tick in KEY_SHARES if tick >= lowest], xlabel="keys read (%)", xlim=(lowest, 105))
 
 
 def perplexity_axis(axes: "Axes", rises: list[float]) -> None:

@@ -1,7 +1,7 @@
 """Tables of rows: the cells for terminal and page, and the layout for the terminal, where no number is cut."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.row import EvalRow
@@ -39,7 +39,9 @@ SECONDS = "seconds"  # as milliseconds below one second
 COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")  # intervals of comparisons with dense attention
 
 # The columns of each task: the field of a row or of its ``extra``, and its format.
-TOKENS = {"tokens": ("length", "{:,}")}
+SHARE, BOUNDS, RATIO = ("score", "{:.1%}"), ("interval", "{:.0%}"), ("ratio_to_dense", "{:.3f}")
+LENGTH, BATCH, RATE, NAME = ("length", "{:,}"), ("batch", "{}"), ("score", "{:.4g}"), ("score_name", "{}")
+TOKENS, ERROR = {"tokens": LENGTH}, {"output error": ("output_error", "{:.4f}")}
 SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
 PERPLEXITY = {
     "perplexity": ("score", "{:.3f}"),
@@ -53,65 +55,29 @@ PERPLEXITY = {
 }
 TASK_COLUMNS = {
     "perplexity": PERPLEXITY,
-    "recall": {
-        "mass read": ("score", "{:.1%}"),
-        "95 % interval": ("interval", "{:.1%}"),
-        "output error": ("output_error", "{:.4f}"),
-    },
-    "needle": TOKENS
-    | {
-        "found": ("score", "{:.1%}"),
-        "95 % interval": ("interval", "{:.0%}"),
-        "vs dense": ("ratio_to_dense", "{:.3f}"),
-    },
+    "recall": {"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
+    "needle": TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
     "documents": TOKENS | PERPLEXITY,
     "ruler": TOKENS
-    | {
-        "average": ("score", "{:.1%}"),
-        "95 % interval": ("interval", "{:.0%}"),
-        "vs dense": ("ratio_to_dense", "{:.3f}"),
-        "vs dense, 95 %": ("ratio_interval", "{:.3f}"),
-        **{task: (task, "{:.1%}") for task in RULER_TASKS},
-    },
+    | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
+    | {task: (task, "{:.1%}") for task in RULER_TASKS},
     "harness": {"benchmark": ("benchmark", "{}")}
     | TOKENS
     | {
-        "metric": ("score_name", "{}"),
+        "metric": NAME,
         "score": ("score", "{:.3f}"),
         "95 % interval": ("interval", "{:.3f}"),
-        "vs dense": ("ratio_to_dense", "{:.3f}"),
+        "vs dense": RATIO,
     },
-    "prompts": {
-        "as expected": ("score", "{:.1%}"),
-        "95 % interval": ("interval", "{:.0%}"),
-        "tokens as dense": ("same_as_dense", "{:.1%}"),
-    },
-    "analysis": {
-        "measure": ("score_name", "{}"),
-        "value": ("score", "{:.3f}"),
-        "output error": ("output_error", "{:.4f}"),
-        "imbalance": ("imbalance", "{:.2f}"),
-    },
+    "prompts": {"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
+    "analysis": {"measure": NAME, "value": ("score", "{:.3f}"), **ERROR, "imbalance": ("imbalance", "{:.2f}")},
     "latency": TOKENS
     | {"first token": ("score", SECONDS)}
     | SPEEDUPS
-    | {
-        "selection": ("selection_share", "{:.1%}"),
-        "attention": ("attention_share", "{:.1%}"),
-        "break-even": ("break_even", "{:,}"),
-    },
-    "decoding": {
-        "launched by": ("launched_by", "{}"),
-        "batch": ("batch", "{}"),
-        "keys": ("length", "{:,}"),
-        "tokens/s": ("score", "{:.4g}"),
-    }
-    | SPEEDUPS,
-    "throughput": {
-        "requests": ("batch", "{}"),
-        "prompt": ("length", "{:,}"),
-        "tokens/s": ("score", "{:.4g}"),
-    }
+    | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
+    | {"break-even": ("break_even", "{:,}")},
+    "decoding": {"launched by": ("launched_by", "{}"), "batch": BATCH, "keys": LENGTH, "tokens/s": RATE} | SPEEDUPS,
+    "throughput": {"requests": BATCH, "prompt": LENGTH, "tokens/s": RATE}
     | SPEEDUPS
     | {"first token": ("first_token_p50_s", SECONDS), "99 %": ("first_token_p99_s", SECONDS)},
 }
@@ -174,13 +140,8 @@ def _terminal(rows: list[EvalRow], width: int) -> "Table":
     columns = table(rows)
     speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
     columns = fitting(columns, width, TEXT_COLUMNS, (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))))
-    shown = with_columns(caption(rows), list(columns), TEXT_COLUMNS)
-    before = None
-    for row, (method, *cells) in zip(rows, zip(*columns.values(), strict=True), strict=True):
-        group = (row.method, row.extra.get("length"), row.extra.get("batch"))
-        shown.add_row("" if group == before else method, *cells, style="bold" if row.method.is_trained else None)
-        before = group
-    return shown
+    groups = [(row.method, row.extra.get("length"), row.extra.get("batch")) for row in rows]
+    return filled(caption(rows), columns, TEXT_COLUMNS, groups, [row.method.is_trained for row in rows])
 
 
 def fitting(
@@ -199,6 +160,27 @@ def fitting(
         if sum(PADDING + _least_width(header, cells, header in text) for header, cells in broken.items()) > room:
             broken = {header: cells for header, cells in broken.items() if header.replace("\n", " ") not in names}
     return broken
+
+
+def filled(
+    title: str | None,
+    columns: dict[str, list[str]],
+    text: Collection[str],
+    groups: Sequence[Any] | None = None,
+    bold: Sequence[bool] | None = None,
+    sections: bool = False,
+) -> "Table":
+    """Returns ``{header: cells}`` as a table whose first column shows the cell of the first line of each group alone.
+
+    ``sections`` leaves room between groups; ``bold`` marks lines.
+    """
+    shown = with_columns(title, list(columns), text)
+    for number, (first, *cells) in enumerate(zip(*columns.values(), strict=True)):
+        begins = groups is None or not number or groups[number] != groups[number - 1]
+        if sections and begins and number:
+            shown.add_section()
+        shown.add_row(first if begins else "", *cells, style="bold" if bold and bold[number] else None)
+    return shown
 
 
 def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> "Table":

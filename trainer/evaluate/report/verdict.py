@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msattn.trainer.evaluate.intervals import Interval, mean_interval, paired_proportions, stratified_interval
 from msattn.trainer.evaluate.report.style import longest
-from msattn.trainer.evaluate.report.tables import with_columns
+from msattn.trainer.evaluate.report.tables import filled
 from msattn.trainer.evaluate.row import EvalRow
 
 if TYPE_CHECKING:
@@ -20,27 +20,20 @@ if TYPE_CHECKING:
 
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
-NUMBERS = ("difference", "95 % interval")
+TEXT_COLUMNS, NUMBERS = ("quality", "best trained", "best untrained"), ("difference", "95 % interval")
 
 Difference = tuple[float, Interval | None]  # of two rows, with its interval; None for a single sample
 
 
 class Quality(NamedTuple):
-    """A task that judges methods, by a share.
-
-    Attributes
-    ----------
-    better : 1 if larger values are better, else -1.
-    value, form : of a row, and its format.
-    difference : the value of a row less that of another one on the same samples, or relative to it.
-    """
+    """A task that judges methods, by a share."""
 
     task: str
     name: str
-    better: int
-    value: Callable[[EvalRow], float]
-    form: str
-    difference: Callable[[EvalRow, EvalRow], Difference]
+    better: int  # 1 if larger values are better, else -1
+    value: Callable[[EvalRow], float]  # of a row
+    form: str  # of the value
+    difference: Callable[[EvalRow, EvalRow], Difference]  # of two rows of the same samples, absolute or relative
 
 
 class Line(NamedTuple):
@@ -83,11 +76,8 @@ def show(rows: Sequence[EvalRow], console: "Console") -> None:
     """Prints the table and the sentences."""
     lines = verdict(rows)
     if lines:
-        names = list(columns(lines))
-        table = with_columns("Verdict", names, [name for name in names if name not in NUMBERS])
+        table = filled("Verdict", columns(lines), TEXT_COLUMNS)
         table.leading = 1
-        for line in lines:
-            table.add_row(*line.cells.values())
         console.print(table)
     for sentence in sentences(rows, lines):
         console.print(sentence, style="bold", highlight=False, markup=False)
@@ -105,7 +95,7 @@ def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
     near.sort(key=lambda row: -quality.better * quality.value(row))
     trained, untrained = (next((row for row in near if row.method.is_trained == kind), None) for kind in (True, False))
     cells = {"quality": f"{name}, {reference.setting}"}
-    for column, row in (("best trained", trained), ("best untrained", untrained)):
+    for column, row in zip(TEXT_COLUMNS[1:], (trained, untrained), strict=True):
         cells[column] = "none" if row is None else _cell(quality, row, reference)
     cells |= dict.fromkeys(NUMBERS, "")
     if trained is None or untrained is None:
@@ -147,18 +137,12 @@ def _task_scores(one: EvalRow, other: EvalRow) -> Difference:
     return one.score - other.score, stratified_interval([[a - b for a, b in pairs] for pairs in tasks])
 
 
-def _above_dense(row: EvalRow) -> float:
-    return (row.ratio_to_dense or math.inf) - 1
-
-
-def _score(row: EvalRow) -> float:
-    return row.score
-
-
+ABOVE_DENSE = (-1, lambda row: (row.ratio_to_dense or math.inf) - 1, "+.1%", _perplexity)
+SCORE = (1, lambda row: row.score, ".1%")
 QUALITIES = (
-    Quality("perplexity", "perplexity above dense", -1, _above_dense, "+.1%", _perplexity),
-    Quality("documents", "perplexity of documents above dense", -1, _above_dense, "+.1%", _perplexity),
-    Quality("needle", "needles found", 1, _score, ".1%", _correct),
-    Quality("ruler", "RULER's average", 1, _score, ".1%", _task_scores),
-    Quality("prompts", "own prompts as expected", 1, _score, ".1%", _correct),
+    Quality("perplexity", "perplexity above dense", *ABOVE_DENSE),
+    Quality("documents", "perplexity of documents above dense", *ABOVE_DENSE),
+    Quality("needle", "needles found", *SCORE, _correct),
+    Quality("ruler", "RULER's average", *SCORE, _task_scores),
+    Quality("prompts", "own prompts as expected", *SCORE, _correct),
 )

@@ -26,28 +26,20 @@ class MethodSetting(NamedTuple):
     attach: Callable[[], AbstractContextManager["Sparse | None"]]
 
 
-class SharesRead(NamedTuple):
-    """Share of the visible blocks that was not read, None for routing, and share of the visible keys that was read."""
-
-    sparsity: float | None
-    selectivity: float | None
-
-
-def shares_read(sparse: "Sparse | None") -> SharesRead:
-    """Returns what an attached model has read so far; of dense attention (None) everything."""
+def read_and_spent(sparse: "Sparse | None", seconds: float, peak_mb: float) -> dict[str, Any]:
+    """Returns the fields of a row for what an attached model has read so far (dense attention, None: everything), and cost."""
     stats = sparse.stats() if sparse else {"sparsity": 0.0}
     sparsity = stats["sparsity"]
-    return SharesRead(sparsity, stats["selectivity"] if sparsity is None else 1 - sparsity)
+    read = {"sparsity": sparsity, "selectivity": stats["selectivity"] if sparsity is None else 1 - sparsity}
+    return {**read, "latency_s": seconds, "peak_memory_mb": peak_mb}
 
 
 class Answers(NamedTuple):
-    """Generated tokens and text of each prompt, mean seconds of a prompt, peak MiB, and what a method has read."""
+    """Generated tokens and text of each prompt, and the result of :func:`read_and_spent`, with the mean seconds of a prompt."""
 
     tokens: list[list[int]]
     texts: list[str]
-    seconds: float
-    peak_mb: float
-    read: SharesRead
+    spent: dict[str, Any]
 
 
 def cases(
@@ -59,9 +51,7 @@ def cases(
 ) -> list[MethodSetting]:
     """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes`` and at shares ``keys``.
 
-    Parameters
-    ----------
-    probes : None: the setting that is configured for a routing, or the number that its artifact records.
+    Without ``probes``, a routing has the setting that is configured, or the number that its artifact records.
     """
     found = [MethodSetting(DENSE, "", nullcontext)]
     for method in methods.block_selections:
@@ -93,13 +83,7 @@ class Question(NamedTuple):
 def answer(
     loaded: "Loaded", questions: Sequence[Question], case: MethodSetting, advance: Callable[[], None], batch_tokens: int = 0
 ) -> Answers:
-    """Generates answers greedily.
-
-    Parameters
-    ----------
-    batch_tokens : prompts in succession whose answers may be equally long are answered together, left-padded, up to this number
-        of tokens; 0: each prompt by itself.
-    """
+    """Generates answers greedily, to batches of prompts in succession with up to ``batch_tokens`` tokens, padding included."""
     device = loaded.model.device
     if device.type == "cuda":  # not timed: kernels compile at their first call
         with case.attach():
@@ -108,14 +92,13 @@ def answer(
     seconds, peak = 0.0, 0.0
     with case.attach() as sparse:
         for batch in batches(questions, batch_tokens):
-            with cost(device) as spent:
-                output = _generate(loaded, batch)
-            tokens += output
-            seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
+            with cost(device) as measured:
+                tokens += _generate(loaded, batch)
+            seconds, peak = seconds + measured.seconds, max(peak, measured.peak_mb)
             for _ in batch:
                 advance()
-        read = shares_read(sparse)
-    return Answers(tokens, [_text(loaded, row) for row in tokens], seconds / len(questions), peak, read)
+        spent = read_and_spent(sparse, seconds / len(questions), peak)
+    return Answers(tokens, [_text(loaded, row) for row in tokens], spent)
 
 
 def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Question]]:

@@ -8,7 +8,6 @@ which leaves out all work of the host.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,20 +41,11 @@ if TYPE_CHECKING:
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
 SAME_MACHINERY = DENSE.of("same cache and graphs")
+Attached = Callable[[], AbstractContextManager["Sparse | None"]]
 
 
-@dataclass(frozen=True)
-class DecodingRun:
-    """Measurements of one method with one batch after one cache length.
-
-    Attributes
-    ----------
-    rate : tokens per second, of all sequences together.
-    peak_mb : peak memory in MiB.
-    selectivity : share of the keys that is read; None for dense attention.
-    tokens : number of measured tokens of each sequence.
-    note : remark for the reader.
-    """
+class DecodingRun(NamedTuple):
+    """Tokens per second of all sequences, peak MiB, share of the keys that is read (None: dense), measured tokens of each."""
 
     rate: float
     peak_mb: float
@@ -65,10 +55,7 @@ class DecodingRun:
 
 
 class DecodingCase(NamedTuple):
-    """A method in a setting, what launches its tokens, and a function that measures it with a batch after a length.
-
-    ``largest_batch`` limits the batches with which it is measured.
-    """
+    """A method in a setting, what launches its tokens, a function of batch and length, and the largest batch to measure."""
 
     method: Method
     setting: str
@@ -111,7 +98,7 @@ def _cases(job: Job) -> list[DecodingCase]:
     if all(routing.router.artifact is None for routing in routings):
         routings = [untrained_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
-    by_transformers = partial(measure_transformers, model, tokens=min(tokens, TRANSFORMERS_TOKENS), seed=seed)
+    by_transformers = partial(_measure_transformers, model, min(tokens, TRANSFORMERS_TOKENS), seed)
     cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
     launched_by = "CUDA graph" if model.device.type == "cuda" else "host"
     for name, kernel in SDPA_BACKENDS[model.device.type].items():
@@ -119,34 +106,29 @@ def _cases(job: Job) -> list[DecodingCase]:
         cases.append(DecodingCase(DENSE.of(name), "", launched_by, measure))
     always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
     attached = [(SAME_MACHINERY, "", always_dense)]
-    for routing in routings:
-        for label, setting in routing.own_settings():
-            attached.append((routing.method_at(setting), label, partial(routing.attach, model, setting)))
+    attached += [
+        (routing.method_at(setting), label, partial(routing.attach, model, setting))
+        for routing in routings
+        for label, setting in routing.own_settings()
+    ]
     return cases + [
         DecodingCase(method, label, "generate", partial(_measure_attached, model, each, tokens, seed))
         for method, label, each in attached
     ]
 
 
-def measure_transformers(model: "PreTrainedModel", batch: int, length: int, *, tokens: int, seed: int) -> DecodingRun:
+def _measure_transformers(model: "PreTrainedModel", tokens: int, seed: int, batch: int, length: int) -> DecodingRun:
     """Measures ``generate`` of transformers alone, with its default cache."""
-    with use_backend(None):
-        cache = random_dynamic_cache(model, batch, length, seed=seed)
-        return measure_generate(model, cache, batch, length, tokens, nullcontext)
+    cache = random_dynamic_cache(model, batch, length, seed=seed)
+    return measure_generate(model, cache, batch, length, tokens, nullcontext)
 
 
 def _measure_attached(
-    model: "PreTrainedModel",
-    attached: Callable[[], AbstractContextManager["Sparse"]],
-    tokens: int,
-    seed: int,
-    batch: int,
-    length: int,
+    model: "PreTrainedModel", attached: Attached, tokens: int, seed: int, batch: int, length: int
 ) -> DecodingRun:
     """Measures ``generate`` of an attached model."""
-    with use_backend(None):
-        cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
-        return measure_generate(model, cache, batch, length, tokens, attached)
+    cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
+    return measure_generate(model, cache, batch, length, tokens, attached)
 
 
 def _room(tokens: int) -> int:
@@ -155,18 +137,13 @@ def _room(tokens: int) -> int:
 
 
 def measure_generate(
-    model: "PreTrainedModel",
-    cache: "Cache",
-    batch: int,
-    length: int,
-    tokens: int,
-    attached: Callable[[], AbstractContextManager["Sparse | None"]],
+    model: "PreTrainedModel", cache: "Cache", batch: int, length: int, tokens: int, attached: Attached
 ) -> DecodingRun:
     """Measures the last ``tokens`` tokens of greedy generation after a cache of ``length`` keys of each sequence."""
     ids = torch.zeros(batch, length + 1, dtype=torch.long, device=model.device)
     clock, new_tokens = TokenClock(), WARMUP_TOKENS + tokens
     generating: Any = model
-    with attached() as sparse, cost(model.device) as spent:
+    with use_backend(None), attached() as sparse, cost(model.device) as spent:
         generating.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -192,9 +169,7 @@ def measure_kernel(
 ) -> DecodingRun:
     """Measures dense attention with an SDPA kernel: one token as a CUDA graph or, on a CPU, ``tokens`` tokens.
 
-    Raises
-    ------
-    BackendUnavailable : the kernel cannot run, or cannot be captured.
+    Raises BackendUnavailable if the kernel cannot run, or cannot be captured.
     """
     device, begin = model.device, torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     with use_backend(kernel), tap(model, dense_attention):
@@ -239,22 +214,14 @@ def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
 
 def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense: dict[str, float]) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the rates of dense attention with the same batch and length."""
-    return EvalRow(
-        task="decoding",
-        method=case.method,
-        setting=case.setting,
-        score=done.rate,
-        score_name="tokens a second",
-        ratio_to_dense=done.rate / max(dense.values()) if dense else None,
-        selectivity=done.selectivity,
-        latency_s=batch / done.rate,
-        peak_memory_mb=done.peak_mb,
-        samples=done.tokens,
-        extra={
-            "length": length,
-            "batch": batch,
-            "launched_by": case.launched_by,
-            "device_tokens_per_s": done.rate if case.launched_by == "CUDA graph" else None,
-            **speedups(dense, done.rate),
-        },
-    )
+    graph_rate = done.rate if case.launched_by == "CUDA graph" else None
+    extra: dict[str, Any] = {
+        "length": length,
+        "batch": batch,
+        "launched_by": case.launched_by,
+        "device_tokens_per_s": graph_rate,
+    }
+    spent = {"latency_s": batch / done.rate, "peak_memory_mb": done.peak_mb, "selectivity": done.selectivity}
+    fields: dict[str, Any] = {**spent, "samples": done.tokens, "extra": extra | speedups(dense, done.rate)}
+    ratio = done.rate / max(dense.values()) if dense else None
+    return EvalRow("decoding", case.method, case.setting, done.rate, "tokens a second", None, ratio, **fields)

@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, shares_read
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
 from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models.chat import uses_chat
@@ -30,11 +30,8 @@ if TYPE_CHECKING:
 def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
     """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
 
-    There is a row for each task, and for each length of a task that makes prompts of given lengths.
-
-    Raises
-    ------
-    UserError : a sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
+    There is a row for each task, and for each length of a task that makes prompts of given lengths. Raises UserError if a
+    sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
     """
     tried = cases(job.loaded, job.methods, job.cfg.eval.harness.sparsities)
     rows: list[EvalRow] = []
@@ -106,27 +103,22 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
 def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None) -> EvalRow:
     """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense attention itself."""
     with case.attach() as sparse:
-        with cost(job.loaded.model.device) as spent:
+        with cost(job.loaded.model.device) as measured:
             found = _evaluate(job.cfg, model, asked, uses_chat(job.loaded.tokenizer, job.cfg.chat))
-        shares = shares_read(sparse)
+        spent = read_and_spent(sparse, measured.seconds / len(asked.samples), measured.peak_mb)
     metric, filtered, score = main_metric(found["results"][asked.name], asked.length)
     answered = [sample for sample in found["samples"][asked.name] if sample["filter"] == filtered]
     values = [float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)]
-    return EvalRow(
-        task="harness",
-        method=case.method,
-        setting=case.setting,
-        score=score,
-        score_name="score" if metric == str(asked.length) else metric,
-        interval=mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None,
-        ratio_to_dense=ratio_to(dense_score, score),
-        sparsity=shares.sparsity,
-        selectivity=shares.selectivity,
-        latency_s=spent.seconds / len(asked.samples),
-        peak_memory_mb=spent.peak_mb,
-        samples=len(asked.samples),
-        extra={"benchmark": asked.name, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"},
-    )
+    name = "score" if metric == str(asked.length) else metric
+    interval = mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None
+    extra = {"benchmark": asked.name, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"}
+    fields: dict[str, Any] = {
+        "ratio_to_dense": ratio_to(dense_score, score),
+        "samples": len(asked.samples),
+        "extra": extra,
+        **spent,
+    }
+    return EvalRow("harness", case.method, case.setting, score, name, interval, **fields)
 
 
 def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool) -> dict[str, Any]:

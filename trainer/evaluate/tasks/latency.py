@@ -36,13 +36,9 @@ ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds
 
 
 class Situation(NamedTuple):
-    """The state of the cache before a prompt, and the passes in which the prompt runs.
+    """The first tokens of a prompt whose keys, random ones, are cached already, and the most tokens of a pass (None: no limit).
 
-    Attributes
-    ----------
-    name : end of the setting of its rows; empty for a whole prompt in one pass.
-    cached : first tokens of the prompt whose keys, random ones, are in the cache already.
-    chunk : largest number of tokens of a pass; None: no limit.
+    The name ends the setting of its rows; it is empty for a whole prompt in one pass.
     """
 
     name: str = ""
@@ -63,7 +59,7 @@ class LatencyCase(NamedTuple):
 
     @property
     def kernel_name(self) -> str | None:
-        """Name of the SDPA kernel of dense attention; None for sparse attention."""
+        """The SDPA kernel of dense attention; None for sparse attention."""
         return self.method.variants[0] if self.method.is_dense else None
 
 
@@ -215,28 +211,21 @@ def as_row(
     method: Method, setting: str, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
 ) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
-    return EvalRow(
-        task="latency",
-        method=method,
-        setting=", ".join(filter(None, (setting, situation))),
-        score=done.median_s,
-        score_name="seconds to the first token",
-        ratio_to_dense=done.median_s / min(dense.values()) if dense else None,
-        sparsity=done.sparsity,
-        selectivity=None if done.sparsity is None else 1 - done.sparsity,
-        latency_s=done.median_s,
-        peak_memory_mb=done.peak_mb,
-        samples=len(done.seconds),
-        extra={
-            "length": length,
-            "situation": situation,
-            "selection_s": done.selection_s,
-            "attention_s": done.attention_s,
-            "selection_share": done.selection_s / done.median_s,
-            "attention_share": done.attention_s / done.median_s,
-            **{f"times_{name}": seconds / done.median_s for name, seconds in dense.items()},
-        },
-    )
+    seconds = done.median_s
+    parts = {"selection": done.selection_s, "attention": done.attention_s}
+    extra: dict[str, Any] = {"length": length, "situation": situation, **{f"{part}_s": value for part, value in parts.items()}}
+    extra |= {f"{part}_share": value / seconds for part, value in parts.items()}
+    extra |= {f"times_{name}": value / seconds for name, value in dense.items()}
+    read = {"sparsity": done.sparsity, "selectivity": None if done.sparsity is None else 1 - done.sparsity}
+    fields: dict[str, Any] = {
+        **read,
+        "latency_s": seconds,
+        "peak_memory_mb": done.peak_mb,
+        "samples": len(done.seconds),
+        "extra": extra,
+    }
+    label, ratio = ", ".join(filter(None, (setting, situation))), seconds / min(dense.values()) if dense else None
+    return EvalRow("latency", method, label, seconds, "seconds to the first token", None, ratio, **fields)
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:

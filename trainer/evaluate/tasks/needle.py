@@ -12,7 +12,7 @@ part of the prefill. All methods use the same samples.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models import output_logits
@@ -46,20 +46,11 @@ HAYSTACK_TOKENS = 1_000_000  # text that the prompts are cut from, unless length
 
 @dataclass(frozen=True)
 class Samples:
-    """Prompts of one length, answers included.
-
-    Attributes
-    ----------
-    ids : LongTensor ``[n, length]``.
-    prompts : what is asked for in each; their ``ids`` are without the tokens that open a chat.
-    decoded : number of last tokens that a routed model decodes one by one, including the last one, which is only a target.
-    depths : position of the needle that is asked for, 0 at the start of the context.
-    tokenizer : the model's, for :meth:`examples`.
-    """
+    """Prompts of one length, answers included: tokens ``[n, length]``, and what is asked for in each, at which depth."""
 
     ids: Tensor
-    prompts: list[NeedlePrompt]
-    decoded: int
+    prompts: list[NeedlePrompt]  # without the tokens that open a chat
+    decoded: int  # number of last tokens that a routed model decodes one by one, including the last one, which is only a target
     depths: list[float]
     tokenizer: Any
 
@@ -70,10 +61,7 @@ class Samples:
 
     @property
     def judged(self) -> list[int]:
-        """Numbers of last tokens that depend on the needle: of the answers without the white space that begins them.
-
-        Some tokenizers make that a token of its own.
-        """
+        """Numbers of last tokens that depend on the needle: of the answers without a token of white space that begins them."""
         texts = [
             [self.tokenizer.decode([id]) for id in ids[-n:].tolist()] for ids, n in zip(self.ids, self.answers, strict=True)
         ]
@@ -111,33 +99,21 @@ class Samples:
         return shown
 
 
-@dataclass(frozen=True)
-class NeedleResult:
-    """Predictions and cost of one method in one setting on :class:`Samples`.
+class NeedleResult(NamedTuple):
+    """The most likely tokens at the last ``longest`` positions ``[n, longest]``, and the fields of a row for reads and cost.
 
-    Attributes
-    ----------
-    predicted : LongTensor ``[n, longest]``, the most likely tokens at the last ``longest`` positions.
-    seconds : time of a prefill, or of a decoded token.
-    peak_mb : peak memory in MiB.
-    sparsity : share of the visible blocks that is not read; None for routing.
-    selectivity : share of the visible keys that is read.
+    The seconds are those of a prefill, or of a decoded token.
     """
 
     predicted: Tensor
-    seconds: float
-    peak_mb: float
-    sparsity: float | None
-    selectivity: float | None
+    spent: dict[str, Any]
 
 
 def run(job: Job) -> list[EvalRow]:
     """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
-    text = read_haystack(job.cfg, job.loaded.tokenizer)
-    rows: list[EvalRow] = []
-    for length in job.cfg.eval.needle.lengths:
-        rows += _at_length(job, make_samples(job.cfg, job.loaded.tokenizer, text, length))
-    return rows
+    cfg, tokenizer = job.cfg, job.loaded.tokenizer
+    text = read_haystack(cfg, tokenizer)
+    return [row for length in cfg.eval.needle.lengths for row in _at_length(job, make_samples(cfg, tokenizer, text, length))]
 
 
 def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
@@ -179,11 +155,8 @@ def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int) -> Samples:
     """Returns ``samples`` prompts at each of ``depths``, drawn from the seed, in held-out wordings in turn.
 
-    They start with the BOS token, if there is one.
-
-    Raises
-    ------
-    UserError : the prompt is too short for its needles, or longer than the haystack.
+    They start with the BOS token, if there is one. Raises UserError if a prompt is too short for its needles, or longer than
+    the haystack.
     """
     settings = cfg.eval.needle
     text = tokens.numpy()
@@ -239,8 +212,7 @@ def prefill_samples(
         predicted[rows] = output_logits(loaded.model, torch.cat(hidden, dim=1)[:, -samples.longest :]).argmax(-1).cpu()
         seconds, peak = seconds + spent.seconds, max(peak, spent.peak_mb)
         advance()
-    sparsity = sparse.stats()["sparsity"] if sparse else 0.0
-    return NeedleResult(predicted, seconds / len(samples.ids), peak, sparsity, 1 - sparsity)
+    return NeedleResult(predicted, read_and_spent(sparse, seconds / len(samples.ids), peak))
 
 
 @torch.inference_mode()
@@ -249,7 +221,9 @@ def decode_samples(
 ) -> dict[str, NeedleResult]:
     """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
-    seconds, peaks, selectivity = (dict.fromkeys(plan, 0.0) for _ in range(3))
+    spent: dict[str, dict[str, Any]] = {
+        label: {"sparsity": None, "selectivity": 0.0, "latency_s": 0.0, "peak_memory_mb": 0.0} for label in plan
+    }
     for ids in samples.batches():
         ids, share = ids.to(loaded.model.device), len(ids) / len(samples.ids)
         context, steps = ids[:, : -samples.decoded], ids[:, -samples.decoded : -1]
@@ -261,19 +235,17 @@ def decode_samples(
                 run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
             cache.crop(-1)
             with method.attach(loaded.model, setting) as sparse:
-                with cost(loaded.model.device) as spent:
+                with cost(loaded.model.device) as measured:
                     hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]
                 read = sparse.stats()["selectivity"]  # None if every layer is dense
-                selectivity[label] += (1.0 if read is None else read) * share
             cache.crop(-steps.shape[1])
             predicted[label].append(output_logits(loaded.model, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
-            seconds[label] += spent.seconds / steps.shape[1] * share
-            peaks[label] = max(peaks[label], spent.peak_mb)
+            sums = spent[label]
+            sums["selectivity"] += (1.0 if read is None else read) * share
+            sums["latency_s"] += measured.seconds / steps.shape[1] * share
+            sums["peak_memory_mb"] = max(sums["peak_memory_mb"], measured.peak_mb)
             advance()
-    return {
-        label: NeedleResult(torch.cat(predicted[label]), seconds[label], peaks[label], None, selectivity[label])
-        for label in plan
-    }
+    return {label: NeedleResult(torch.cat(predicted[label]), spent[label]) for label in plan}
 
 
 def as_row(
@@ -285,27 +257,16 @@ def as_row(
     by_depth: dict[str, list[bool]] = {}
     for depth, hit in zip(samples.depths, found, strict=True):
         by_depth.setdefault(f"{depth:g}", []).append(hit)
-    routed = result.sparsity is None
-    return EvalRow(
-        task="needle",
-        method=method,
-        setting=setting,
-        score=accuracy,
-        score_name="needles found",
-        interval=wilson(sum(found), len(found)),
-        ratio_to_dense=ratio_to(dense.score if dense else None, accuracy),
-        sparsity=result.sparsity,
-        selectivity=result.selectivity,
-        latency_s=result.seconds,
-        peak_memory_mb=result.peak_mb,
-        samples=len(found),
-        extra={
-            "length": samples.ids.shape[1],
-            "needles": cfg.eval.needle.needles,
-            "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
-            "latency_of": "a decoded token, batched" if routed else "a prefill",
-            "correct": found,
-            "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
-            "examples": samples.examples(result.predicted),
-        },
-    )
+    routed = result.spent["sparsity"] is None
+    extra = {
+        "length": samples.ids.shape[1],
+        "needles": cfg.eval.needle.needles,
+        "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
+        "latency_of": "a decoded token, batched" if routed else "a prefill",
+        "correct": found,
+        "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
+        "examples": samples.examples(result.predicted),
+    }
+    interval, ratio = wilson(sum(found), len(found)), ratio_to(dense.score if dense else None, accuracy)
+    fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(found), "extra": extra, **result.spent}
+    return EvalRow("needle", method, setting, accuracy, "needles found", interval, **fields)

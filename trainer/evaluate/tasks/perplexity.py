@@ -36,16 +36,9 @@ LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over 
 
 @dataclass(frozen=True)
 class PerplexityRun:
-    """Measurements of one method.
+    """Measurements of one method: means of :class:`TokenScores` and seconds of the prefill of each text, peak MiB over all.
 
-    Attributes
-    ----------
-    losses : mean token loss (nats) of each text.
-    divergences : mean KL divergence (nats) from the predictions of dense attention, of each text.
-    agreements : share of the tokens at which dense attention predicts the same token, of each text.
-    seconds : of the prefill of each text.
-    peak_mb : peak MiB over all texts.
-    hidden : last hidden states of each text, ``[1, N, hidden]`` on the CPU, of dense attention alone.
+    ``hidden`` are the last hidden states of each text, ``[1, N, hidden]`` on the CPU, of dense attention alone.
     """
 
     losses: list[float]
@@ -74,13 +67,9 @@ def heldout_chunks(job: Job, length: int, count: int) -> Chunks:
 
 
 def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsities: list[float]) -> list[EvalRow]:
-    """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``.
+    """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``; they predict ``num_bytes``.
 
     Dense attention is measured even if its row is kept, since others are compared with each of its predictions.
-
-    Parameters
-    ----------
-    num_bytes : UTF-8 bytes of all predicted tokens.
     """
     loaded, length = job.loaded, len(texts[0])
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
@@ -128,14 +117,10 @@ class TokenScores(NamedTuple):
 
 @torch.inference_mode()
 def token_scores(loaded: "Loaded", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
-    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``.
+    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden states ``[1, N, hidden]``.
 
-    ``LOGIT_ROWS`` tokens at a time have logits, so that those of a whole text need no memory.
-
-    Parameters
-    ----------
-    hidden : last hidden states ``[1, N, hidden]`` of the same tokens.
-    dense : those of dense attention, on any device; None: ``hidden`` is dense attention's.
+    ``dense`` are the states of dense attention, on any device; None: ``hidden`` are. ``LOGIT_ROWS`` tokens at a time have
+    logits, so that those of a whole text need no memory.
     """
     pieces = []
     for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):
@@ -160,12 +145,7 @@ def measure(
     advance: Callable[[], None],
     dense: Sequence[Tensor] | None,
 ) -> PerplexityRun:
-    """Measures the scores and the cost of every text inside the context ``attached``.
-
-    Parameters
-    ----------
-    dense : the ``hidden`` states of the run of dense attention; None: this is that run.
-    """
+    """Measures every text inside the context ``attached``; ``dense`` are dense states, None: this is their run."""
     scores: list[tuple[float, ...]] = []
     hidden_states, seconds, peaks = [], [], []
     with attached as sparse:
@@ -187,44 +167,29 @@ def measure(
 def as_row(
     task: str, method: Method, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
 ) -> EvalRow:
-    """Returns the row of a run.
+    """Returns the row of a run; raises UserError if its loss is not finite.
 
     The interval of the ratio is that of the paired differences: both runs read the same chunks, so most of the spread cancels.
-
-    Raises
-    ------
-    UserError : the loss is not finite.
     """
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
         raise UserError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
     difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
     ratio_spread = mean_interval(difference)
-    return EvalRow(
-        task=task,
-        method=method,
-        setting=setting,
-        score=math.exp(loss),
-        score_name="perplexity",
-        interval=spread and (math.exp(spread[0]), math.exp(spread[1])),
-        ratio_to_dense=math.exp(fmean(difference)),
-        sparsity=run.sparsity,
-        selectivity=1 - run.sparsity,
-        recall=run.recall,
-        latency_s=median(run.seconds),
-        peak_memory_mb=run.peak_mb,
-        samples=len(run.losses),
-        extra={
-            "length": length,
-            "bits_per_byte": loss * bits_per_byte_of_nats,
-            "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
-            "kl_divergence": fmean(run.divergences),
-            "kl_interval": _within(mean_interval(run.divergences), 0.0, math.inf),
-            "same_top": fmean(run.agreements),
-            "same_top_interval": _within(mean_interval(run.agreements), 0.0, 1.0),
-            "losses": run.losses,
-        },
-    )
+    extra = {
+        "length": length,
+        "bits_per_byte": loss * bits_per_byte_of_nats,
+        "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
+        "kl_divergence": fmean(run.divergences),
+        "kl_interval": _within(mean_interval(run.divergences), 0.0, math.inf),
+        "same_top": fmean(run.agreements),
+        "same_top_interval": _within(mean_interval(run.agreements), 0.0, 1.0),
+        "losses": run.losses,
+    }
+    interval, ratio = spread and (math.exp(spread[0]), math.exp(spread[1])), math.exp(fmean(difference))
+    shares = ratio, run.sparsity, 1 - run.sparsity, run.recall
+    cost = median(run.seconds), run.peak_mb, len(run.losses), extra
+    return EvalRow(task, method, setting, math.exp(loss), "perplexity", interval, *shares, *cost)
 
 
 def _within(bounds: tuple[float, float] | None, low: float, high: float) -> list[float] | None:

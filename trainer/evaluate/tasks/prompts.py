@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,12 +23,7 @@ MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.prompts.read_prompts`, or a prompt is longer than the model's positions.
-    """
+    """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes."""
     loaded, cfg, settings = job.loaded, job.cfg, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
     routings = with_independent(job.methods.bucket_routings, settings.independent)
@@ -45,12 +40,12 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
-    """Raises UserError as :func:`run`."""
+    """Raises UserError if a prompt is longer than the model's positions, or the file is malformed."""
     encoded_prompts(loaded, cfg)
 
 
 def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
-    """Returns the tokens ``[1, N]`` of each prompt; raises UserError as :func:`run`."""
+    """Returns the tokens ``[1, N]`` of each prompt; raises UserError as :func:`check_sizes`."""
     settings = cfg.eval.prompts
     encoded = [encode_prompt(loaded.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
     for number, ids in enumerate(encoded, start=1):
@@ -70,30 +65,19 @@ def as_row(
     """Returns the row of a method; ``dense_score`` is that of dense attention, None for dense attention itself."""
     correct = [prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)]
     score = sum(correct) / len(correct)
-    return EvalRow(
-        task="prompts",
-        method=case.method,
-        setting=case.setting,
-        score=score,
-        score_name="answers as expected",
-        interval=wilson(sum(correct), len(correct)),
-        ratio_to_dense=ratio_to(dense_score, score),
-        sparsity=answers.read.sparsity,
-        selectivity=answers.read.selectivity,
-        latency_s=answers.seconds,
-        peak_memory_mb=answers.peak_mb,
-        samples=len(correct),
-        extra={
-            "length": max(ids.shape[1] for ids in encoded),
-            "latency_of": "a prompt and its answer",
-            "correct": correct,
-            "same_as_dense": fmean(map(share_of_equal_tokens, answers.tokens, dense.tokens)),
-            "examples": [
-                {"prompt": prompt.text, "expected": prompt.answer, "answer": text, "correct": right}
-                for prompt, text, right in zip(prompts, answers.texts, correct, strict=True)
-            ][:MOST_EXAMPLES],
-        },
-    )
+    extra = {
+        "length": max(ids.shape[1] for ids in encoded),
+        "latency_of": "a prompt and its answer",
+        "correct": correct,
+        "same_as_dense": fmean(map(share_of_equal_tokens, answers.tokens, dense.tokens)),
+        "examples": [
+            {"prompt": prompt.text, "expected": prompt.answer, "answer": text, "correct": right}
+            for prompt, text, right in zip(prompts, answers.texts, correct, strict=True)
+        ][:MOST_EXAMPLES],
+    }
+    interval, ratio = wilson(sum(correct), len(correct)), ratio_to(dense_score, score)
+    fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(correct), "extra": extra, **answers.spent}
+    return EvalRow("prompts", case.method, case.setting, score, "answers as expected", interval, **fields)
 
 
 def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:

@@ -17,6 +17,7 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.untrained.oracle import Oracle
+from msattn.trainer.methods.untrained.random import Random
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: 
     """
     config = loaded.model.config
     shown = [each for each in methods.block_selections if each.gate] or [
-        each for each in methods.block_selections if each.select.scores not in ("oracle", "random")
+        each for each in methods.block_selections if each.method.is_served and each.method != Random.method
     ]
     maps = decoded = None
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []

@@ -62,26 +62,18 @@ class MethodRecall:
         recall, error, shares = (torch.stack(parts) for parts in zip(*of_layers, strict=True))  # [layers, chunks, Hq]
         share = shares.mean().item()
         spread = mean_interval(recall.double().mean((0, 2)).tolist())
+        mean, interval = recall.mean().item(), spread and (max(0.0, spread[0]), min(1.0, spread[1]))
+        extra = {
+            "length": length,
+            "reads": "buckets" if self.routed else "blocks",
+            "output_error": error.mean().item(),
+            "layers": layers,
+            "heads": recall.mean(1).tolist(),
+            "output_error_heads": error.mean(1).tolist(),
+        }
+        read = mean, None if self.routed else 1 - share, share, mean
         return EvalRow(
-            task="recall",
-            method=method,
-            setting=setting,
-            score=recall.mean().item(),
-            score_name="attention mass read",
-            interval=spread and (max(0.0, spread[0]), min(1.0, spread[1])),
-            ratio_to_dense=recall.mean().item(),
-            sparsity=None if self.routed else 1 - share,
-            selectivity=share,
-            recall=recall.mean().item(),
-            samples=recall.shape[1],
-            extra={
-                "length": length,
-                "reads": "buckets" if self.routed else "blocks",
-                "output_error": error.mean().item(),
-                "layers": layers,
-                "heads": recall.mean(1).tolist(),
-                "output_error_heads": error.mean(1).tolist(),
-            },
+            "recall", method, setting, mean, "attention mass read", interval, *read, samples=recall.shape[1], extra=extra
         )
 
 

@@ -22,7 +22,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import around_prompt
 
@@ -33,42 +33,30 @@ EXCERPT = 400  # characters of the end of a prompt that the report shows
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows of dense attention, of block selections, and of routings, at each length.
+    """Returns rows of dense attention, of block selections, and of routings, at each length."""
+    hay = read_haystack(job.cfg)
+    return [row for length in job.cfg.eval.ruler.lengths for row in _at_length(job, hay, length)]
 
-    Raises
-    ------
-    UserError : a length is too short for a task, or the haystack has too few words.
-    """
+
+def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
     cfg, settings, loaded = job.cfg, job.cfg.eval.ruler, job.loaded
     methods = replace(job.methods, bucket_routings=with_independent(job.methods.bucket_routings, settings.independent))
-    tried = cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
-    hay = read_haystack(cfg)
-    rows: list[EvalRow] = []
-    for length in settings.lengths:
-        samples = make_samples(cfg, loaded.tokenizer, hay, length)
-        questions = [
-            Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
-            for name, drawn in samples.items()
-            for sample in drawn
-        ]
-        measure = partial(_measure, job, samples, questions, length)
-        keys = [("ruler", length, case.method, case.setting) for case in tried]
-        plan = [Measurement(key, partial(measure, case), len(questions)) for key, case in zip(keys, tried, strict=True)]
-        rows += job.rows(f"RULER, {length} tokens", plan)
-    return rows
+    samples = make_samples(cfg, loaded.tokenizer, hay, length)
+    questions = [
+        Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
+        for name, drawn in samples.items()
+        for sample in drawn
+    ]
 
+    def measure(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
+        answers = answer(loaded, questions, case, advance, settings.batch_tokens)
+        return [as_row(case, samples, answers, length, done[0] if done else None)]
 
-def _measure(
-    job: Job,
-    samples: dict[str, list[ruler.Sample]],
-    questions: list[Question],
-    length: int,
-    case: MethodSetting,
-    advance: Callable[[], None],
-    done: list[EvalRow],
-) -> list[EvalRow]:
-    answers = answer(job.loaded, questions, case, advance, job.cfg.eval.ruler.batch_tokens)
-    return [as_row(case, samples, answers, length, done[0] if done else None)]
+    plan = [
+        Measurement(("ruler", length, case.method, case.setting), partial(measure, case), len(questions))
+        for case in cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
+    ]
+    return job.rows(f"RULER, {length} tokens", plan)
 
 
 def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
@@ -149,42 +137,34 @@ def as_row(
     dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
     pairs = [zip(own, dense_scores[name], strict=True) for name, own in scores.items()]
     rise = stratified_interval([[a - b for a, b in each] for each in pairs])
-    return EvalRow(
-        task="ruler",
-        method=case.method,
-        setting=case.setting,
-        score=score,
-        score_name="RULER's average",
-        interval=spread and (max(0.0, spread[0]), min(1.0, spread[1])),
-        ratio_to_dense=score / dense_score if dense_score else None,
-        sparsity=answers.read.sparsity,
-        selectivity=answers.read.selectivity,
-        latency_s=answers.seconds,
-        peak_memory_mb=answers.peak_mb,
-        samples=sum(map(len, scores.values())),
-        extra={
-            "length": length,
-            "latency_of": "a prompt and its answer, in batches",
-            **by_task,
-            "ratio_interval": [1 + bound / dense_score for bound in rise] if rise and dense_score else None,
-            "scores": scores,
-            "examples": examples(samples, answers.texts),
-        },
-    )
+    extra = {
+        "length": length,
+        "latency_of": "a prompt and its answer, in batches",
+        **by_task,
+        "ratio_interval": [1 + bound / dense_score for bound in rise] if rise and dense_score else None,
+        "scores": scores,
+        "examples": examples(samples, answers.texts),
+    }
+    interval, ratio = spread and (max(0.0, spread[0]), min(1.0, spread[1])), ratio_to(dense_score, score)
+    fields: dict[str, Any] = {
+        "ratio_to_dense": ratio,
+        "samples": sum(map(len, scores.values())),
+        "extra": extra,
+        **answers.spent,
+    }
+    return EvalRow("ruler", case.method, case.setting, score, "RULER's average", interval, **fields)
 
 
 def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the first prompt of each task with the expected and the given answer."""
-    shown, first = [], 0
-    for drawn in samples.values():
-        sample, text = drawn[0], texts[first]
-        first += len(drawn)
-        shown.append(
-            {
-                "prompt": f"… {(sample.prompt + sample.begun)[-EXCERPT:]}",
-                "expected": ", ".join(sample.answers),
-                "answer": text,
-                "correct": is_complete(sample, text),
-            }
-        )
-    return shown
+    given = iter(texts)
+    answered = [[(sample, next(given)) for sample in drawn] for drawn in samples.values()]
+    return [
+        {
+            "prompt": f"… {(sample.prompt + sample.begun)[-EXCERPT:]}",
+            "expected": ", ".join(sample.answers),
+            "answer": text,
+            "correct": is_complete(sample, text),
+        }
+        for (sample, text), *_ in answered
+    ]

@@ -39,15 +39,9 @@ SAME_ENGINE = DENSE.of("same engine")
 
 @dataclass(frozen=True)
 class ThroughputRun:
-    """Measurements of requests that are served together.
+    """Requests that are served together: seconds and new tokens of all, peak MiB, statistics of the attached model.
 
-    Attributes
-    ----------
-    seconds : from the arrival of the requests to the last token.
-    tokens : new tokens of all requests.
-    first_tokens : seconds from the arrival of each request to its first token, in ascending order.
-    peak_mb : peak memory in MiB.
-    stats : those of the attached model.
+    ``first_tokens`` are the seconds from the arrival of each request to its first token, in ascending order.
     """
 
     seconds: float
@@ -118,9 +112,7 @@ def measure(
 ) -> ThroughputRun:
     """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a short request that is not measured.
 
-    Raises
-    ------
-    UserError : the engine refuses a request, for lack of pages or memory.
+    Raises UserError if the engine refuses a request, for lack of pages or memory.
     """
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
@@ -176,24 +168,16 @@ def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
 
 def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun, dense: dict[str, float]) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the rates of dense attention with the same requests."""
-    return EvalRow(
-        task="throughput",
-        method=case.method,
-        setting=case.setting,
-        score=done.rate,
-        score_name="new tokens a second",
-        ratio_to_dense=done.rate / max(dense.values()),
-        sparsity=None if case.method.is_dense else done.stats["sparsity"],
-        selectivity=None if case.method.is_dense else done.stats["selectivity"],
-        latency_s=done.first_token(0.5),
-        peak_memory_mb=done.peak_mb,
-        samples=requests,
-        extra={
-            "length": length,
-            "batch": requests,
-            "first_token_p50_s": done.first_token(0.5),
-            "first_token_p99_s": done.first_token(0.99),
-            "seconds": done.seconds,
-            **speedups(dense, done.rate),
-        },
-    )
+    read = {} if case.method.is_dense else {key: done.stats[key] for key in ("sparsity", "selectivity")}
+    half, most = done.first_token(0.5), done.first_token(0.99)
+    extra: dict[str, Any] = {
+        "length": length,
+        "batch": requests,
+        "first_token_p50_s": half,
+        "first_token_p99_s": most,
+        "seconds": done.seconds,
+    }
+    extra |= speedups(dense, done.rate)
+    fields: dict[str, Any] = {**read, "latency_s": half, "peak_memory_mb": done.peak_mb, "samples": requests, "extra": extra}
+    ratio = done.rate / max(dense.values())
+    return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", None, ratio, **fields)

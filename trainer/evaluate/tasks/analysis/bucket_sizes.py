@@ -43,10 +43,7 @@ def imbalance(counts: Tensor) -> Tensor:
 def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields ``(way, buckets [H, size])`` of samples without replacement, all of the same size.
 
-    Parameters
-    ----------
-    training : int ``[H, n]``, buckets of keys of the training text.
-    heldout : int ``[H, prompts, N]``, buckets of the keys of each held-out prompt.
+    They are drawn from the buckets of keys of the training text ``[H, n]``, and of each held-out prompt ``[H, prompts, N]``.
     """
     draw = np.random.default_rng(seed)
     num_prompts, length = heldout.shape[1:]
@@ -69,14 +66,9 @@ def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str,
 
 @dataclass
 class BucketSizes:
-    """Buckets of training and held-out keys, by partition and layer, on the CPU.
+    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by partition and layer, on a CPU.
 
-    Attributes
-    ----------
-    seed : draws the samples, the same for every partition and layer.
-    training : ``{(partition, layer): int32 [H, n]}``.
-    heldout : ``{(partition, layer): [int32 [H, N] of each prompt]}``.
-    num_buckets : ``{partition: buckets}``.
+    ``seed`` draws the samples, the same for every partition and layer.
     """
 
     seed: int
@@ -104,21 +96,16 @@ class BucketSizes:
             away = deviation(counts, expected)  # [layers, samples, H]
             by_size = counts.sort(-1, descending=True).values.mean((0, 1, 2))
             relative = count * by_size / by_size.sum()
-            yield EvalRow(
-                task="analysis",
-                method=Method(f"buckets of {partition}", partition.label),
-                setting=way,
-                score=away.mean().item(),
-                score_name="deviation of bucket sizes",
-                samples=len(self.heldout[partition, layers[0]]),
-                extra={
-                    "length": length,
-                    "keys_per_sample": int(counts[0, 0, 0].sum()),
-                    "num_buckets": count,
-                    "imbalance": imbalance(counts).mean().item(),
-                    "layers": layers,
-                    "heads": away.mean(1).tolist(),
-                    "deviations": away.mean((0, 2)).tolist(),
-                    "sorted_sizes": [round(size, DIGITS) for size in relative.tolist()],
-                },
-            )
+            extra = {
+                "length": length,
+                "keys_per_sample": int(counts[0, 0, 0].sum()),
+                "num_buckets": count,
+                "imbalance": imbalance(counts).mean().item(),
+                "layers": layers,
+                "heads": away.mean(1).tolist(),
+                "deviations": away.mean((0, 2)).tolist(),
+                "sorted_sizes": [round(size, DIGITS) for size in relative.tolist()],
+            }
+            method, prompts = Method(f"buckets of {partition}", partition.label), len(self.heldout[partition, layers[0]])
+            score = away.mean().item()
+            yield EvalRow("analysis", method, way, score, "deviation of bucket sizes", samples=prompts, extra=extra)

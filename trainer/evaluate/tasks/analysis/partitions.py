@@ -19,7 +19,7 @@ from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import serving
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.tap import Attend, LayerInputs, dense_attention, tap
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,8 +52,7 @@ def visit(loaded: "Loaded", input_ids: Tensor, layers: list[int], see: "Callable
             see(x)
         return dense_attention(x)
 
-    attend: Attend = seen_dense_attention
-    with torch.inference_mode(), tap(loaded.model, attend):
+    with torch.inference_mode(), tap(loaded.model, seen_dense_attention):
         prefill(loaded, input_ids)
 
 
@@ -87,10 +86,7 @@ def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
 def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> TrainingKeys:
     """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out.
 
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.data.chunks`; held-out text is also training text; a partition has more buckets than
-        there are keys.
+    Raises UserError if held-out text is also training text, or a partition has more buckets than there are keys.
     """
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
@@ -100,8 +96,7 @@ def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> Trai
     per_chunk = min(length - 1, -(-POINTS_PER_BUCKET * largest // len(chunks)))
     check_num_keys(loaded, length, len(chunks) * per_chunk, largest, len(layers))
     generator = torch.Generator().manual_seed(cfg.seed)
-    before: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    after: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    before, after = ({layer: list[Tensor]() for layer in layers} for _ in range(2))
     advance = job.bar("analysis, training keys", len(chunks) * len(layers))
     for i in range(len(chunks)):
         chosen = (1 + torch.randperm(length - 1, generator=generator)[:per_chunk]).to(loaded.model.device)
@@ -112,8 +107,8 @@ def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> Trai
             advance()
 
         visit(loaded, chunks[i]["input_ids"], layers, keep)
-    joined = [{layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after)]
-    return TrainingKeys(before=joined[0], after=joined[1], num_chunks=len(chunks))
+    joined = ({layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after))
+    return TrainingKeys(*joined, num_chunks=len(chunks))
 
 
 def check_num_keys(loaded: "Loaded", length: int, count: int, largest: int, num_layers: int) -> None:
@@ -168,10 +163,8 @@ def check_model_has(cfg: EvalRunConfig, loaded: "Loaded") -> None:
     for layer in models.attention_layers(config):
         if layer.kept and layer.layer in (settings.layers or ()):
             raise UserError(f"eval.analysis.layers={settings.layers}: layer {layer.layer} is never sparse: {layer.kept}")
-    for key, name, count in (
-        ("layers", "layers", models.num_layers(config)),
-        ("heads", "key/value heads", models.num_kv_heads(config)),
-    ):
+    counts = ("layers", "layers", models.num_layers(config)), ("heads", "key/value heads", models.num_kv_heads(config))
+    for key, name, count in counts:
         given = getattr(settings, key) or []
         if max(given, default=0) >= count:
             raise UserError(f"eval.analysis.{key}={given}: accepted are 0 to {count - 1}, as the model has {count} {name}")

@@ -17,19 +17,10 @@ DIGITS = 3  # decimal places of stored coordinates
 
 
 def principal_plane(keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Fits the plane of the first two principal components of keys and queries together.
+    """Returns the plane of the first two principal components of fp64 keys ``[n, D]`` and queries ``[m, D]`` together.
 
-    The axes point to where the mean key has positive coordinates.
-
-    Parameters
-    ----------
-    keys, queries : fp64 ``[n, D]`` and ``[m, D]``, ``D >= 2`` and ``n + m >= 2``.
-
-    Returns
-    -------
-    mean : fp64 ``[D]``, the origin of the plane.
-    axes : fp64 ``[D, 2]``, orthonormal.
-    explained : share of the variance in the plane.
+    That is its origin ``[D]``, its orthonormal axes ``[D, 2]``, which point to where the mean key has positive coordinates, and
+    the share of the variance in the plane.
     """
     points = torch.cat([keys, queries])
     mean = points.mean(0)
@@ -82,16 +73,11 @@ class Planes:
                 member = torch.randint(group, (len(chosen),), generator=generator)
                 queries = all_queries[member, 1 + torch.arange(len(chosen))]  # one of the group at each position
                 plane = principal_plane(keys[1:], queries)
-                self.numbers[stage][x.layer].append(
-                    {
-                        "cosine": centers_cosine(keys[1:], queries),
-                        "negative_products": negative_products(keys[1:], queries),
-                        "explained": plane[2],
-                    }
-                )
+                cosine, negative = centers_cosine(keys[1:], queries), negative_products(keys[1:], queries)
+                found = {"cosine": cosine, "negative_products": negative, "explained": plane[2]}
+                self.numbers[stage][x.layer].append(found)
                 if head == self.heads[0]:
-                    sinks = keys[:1], all_queries[:, 0]
-                    picture = _picture(plane, keys[1:], queries, sinks)
+                    picture = _picture(plane, keys[1:], queries, sinks=(keys[:1], all_queries[:, 0]))
                     self.pictures[stage].append({"layer": x.layer, "head": head, **picture})
 
     def rows(self, length: int) -> list[EvalRow]:
@@ -103,24 +89,18 @@ class Planes:
         layers = sorted(by_layer)
         table = {name: [[head[name] for head in by_layer[layer]] for layer in layers] for name in by_layer[layers[0]][0]}
         means = {name: float(torch.tensor(values).mean()) for name, values in table.items()}
-        return EvalRow(
-            task="analysis",
-            method=Method("queries and keys"),
-            setting=stage,
-            score=means["cosine"],
-            score_name="cosine of the means",
-            samples=1,
-            extra={
-                "length": length,
-                "negative_products": means["negative_products"],
-                "explained": means["explained"],
-                "layers": layers,
-                "kv_heads": self.heads,
-                "heads": table["cosine"],
-                "negative_products_heads": table["negative_products"],
-                "planes": self.pictures[stage],
-            },
-        )
+        extra = {
+            "length": length,
+            "negative_products": means["negative_products"],
+            "explained": means["explained"],
+            "layers": layers,
+            "kv_heads": self.heads,
+            "heads": table["cosine"],
+            "negative_products_heads": table["negative_products"],
+            "planes": self.pictures[stage],
+        }
+        score = means["cosine"]
+        return EvalRow("analysis", Method("queries and keys"), stage, score, "cosine of the means", samples=1, extra=extra)
 
 
 def _picture(

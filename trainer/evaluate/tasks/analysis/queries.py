@@ -24,24 +24,14 @@ class Window(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Decoding queries of one query group.
+    """Decoding queries of one query group."""
 
-    Attributes
-    ----------
-    rows : their indices among all queries of the chunk.
-    positions : int64 ``[n]``.
-    logits : fp32 ``[group, n, M]``, scaled and capped scores of all keys.
-    visible : bool ``[n, M]``, the causally visible keys.
-    far : bool ``[n, M]``, the visible keys outside the window.
-    sinks : fp32 ``[group]``, logits of attention sinks, or None.
-    """
-
-    rows: slice
-    positions: Tensor
-    logits: Tensor
-    visible: Tensor
-    far: Tensor
-    sinks: Tensor | None = None
+    rows: slice  # among all queries of the chunk
+    positions: Tensor  # int64 [n]
+    logits: Tensor  # fp32 [group, n, M], scaled and capped scores of all keys
+    visible: Tensor  # bool [n, M]
+    far: Tensor  # bool [n, M], visible and outside the window
+    sinks: Tensor | None = None  # fp32 [group], logits of attention sinks
 
 
 def query_positions(length: int, window: Window, count: int) -> Tensor:

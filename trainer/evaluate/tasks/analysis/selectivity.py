@@ -31,16 +31,10 @@ def rank(priority: Tensor) -> Tensor:
 
 
 def stages_of_shares(priority: Tensor, far: Tensor) -> Tensor:
-    """Returns the stage at which each key is read, where stage s reads the first ``SHARES[s - 1]`` of the far keys.
+    """Returns the stage at which each key is read: int64 ``[H, n, M]``, ``len(SHARES) + 1`` for keys that no stage reads.
 
-    Parameters
-    ----------
-    priority : ``[H, n, M]``; far keys with a higher one are read earlier.
-    far : bool ``[n, M]``; other keys are read at stage 0.
-
-    Returns
-    -------
-    int64 ``[H, n, M]``, ``len(SHARES) + 1`` for keys that no stage reads.
+    Stage s reads the ``SHARES[s - 1]`` of the keys in ``far [n, M]`` with the highest ``priority [H, n, M]``; other keys are
+    read at stage 0.
     """
     ranks = rank(priority.masked_fill(~far, -torch.inf))
     counts = counts_of(SHARES, far.sum(-1))
@@ -49,18 +43,10 @@ def stages_of_shares(priority: Tensor, far: Tensor) -> Tensor:
 
 
 def stages_of_buckets(scores: Tensor, buckets: Tensor, probes: list[int], far: Tensor) -> Tensor:
-    """Returns the stage at which each key is read, where stage s reads the ``probes[s - 1]`` buckets with the highest scores.
+    """Returns the stage at which each key is read: int64 ``[1, n, M]``, ``len(probes) + 1`` for keys that no stage reads.
 
-    Parameters
-    ----------
-    scores : ``[n, C]``, bucket scores of each query.
-    buckets : int ``[M]``, the bucket of each key.
-    probes : increasing numbers of buckets.
-    far : bool ``[n, M]``; other keys are read at stage 0.
-
-    Returns
-    -------
-    int64 ``[1, n, M]``, ``len(probes) + 1`` for keys that no stage reads.
+    Stage s reads the keys in ``far [n, M]`` whose ``buckets [M]`` have the ``probes[s - 1]`` highest ``scores [n, C]``; others
+    are read at stage 0.
     """
     ranks = rank(scores)[:, buckets.long()]
     stage = 1 + torch.searchsorted(torch.tensor(probes, device=ranks.device), ranks, right=True)
@@ -68,18 +54,11 @@ def stages_of_buckets(scores: Tensor, buckets: Tensor, probes: list[int], far: T
 
 
 def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes attention after each of ``num_stages`` stages and over all keys.
+    """Computes attention over ``v [M, D]`` after each of ``num_stages`` stages, and over all keys as a last one.
 
-    Parameters
-    ----------
-    v : fp32 ``[M, D]``.
-    stage : int64 ``[group or 1, n, M]``; keys of ``num_stages`` and above are read by dense attention alone.
-
-    Returns
-    -------
-    out : fp32 ``[group, n, num_stages + 1, D]``; the last is dense attention.
-    mass : fp32 ``[group, n, num_stages + 1]``, the share of the attention mass that is read.
-    keys : fp32 ``[group or 1, n, num_stages + 1]``, the share of the visible keys that is read.
+    Keys whose ``stage [group or 1, n, M]`` is ``num_stages`` or above are read by dense attention alone. Returns the outputs
+    ``[group, n, num_stages + 1, D]``, the share of the attention mass that is read ``[group, n, num_stages + 1]``, and that of
+    the visible keys ``[group or 1, n, num_stages + 1]``.
     """
     logits = queries.logits.masked_fill(~queries.visible, -torch.inf)
     if queries.sinks is not None:
@@ -101,14 +80,7 @@ def probes_of(num_buckets: int) -> list[int]:
 
 
 class RoutedKeys(NamedTuple):
-    """Buckets and bucket scores of one routing in a layer.
-
-    Attributes
-    ----------
-    probes : increasing numbers of buckets.
-    buckets : int32 ``[Hkv, M]``, the bucket of each key.
-    scores : fp32 ``[n, Hkv, C]``, bucket scores of each query group.
-    """
+    """Buckets of the keys ``[Hkv, M]`` and bucket scores ``[n, Hkv, C]`` of one routing in a layer, and numbers of probes."""
 
     probes: list[int]
     buckets: Tensor

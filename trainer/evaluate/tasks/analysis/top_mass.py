@@ -90,21 +90,15 @@ class TopMass:
         by_head = torch.stack([torch.cat(heads) for heads in means])  # [layers, Hq, S]
         scored = SHARES.index(SCORED)
         curve = by_head.mean((0, 1)).tolist()
-        return EvalRow(
-            task="analysis",
-            method=MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS,
-            setting=kind,
-            score=curve[scored],
-            score_name=f"mass in the top {SCORED:.0%}",
-            samples=num_chunks,
-            extra={
-                "length": length,
-                **{f"top {share:.0%}": mass for share, mass in zip(SHARES, curve, strict=True)},
-                "layers": layers,
-                "kv_heads": self.heads,
-                "heads": by_head[..., scored].tolist(),
-                "shares": list(SHARES),
-                "by_layer": by_head.mean(1).tolist(),
-                "by_head": by_head.tolist(),
-            },
-        )
+        extra = {
+            "length": length,
+            **{f"top {share:.0%}": mass for share, mass in zip(SHARES, curve, strict=True)},
+            "layers": layers,
+            "kv_heads": self.heads,
+            "heads": by_head[..., scored].tolist(),
+            "shares": list(SHARES),
+            "by_layer": by_head.mean(1).tolist(),
+            "by_head": by_head.tolist(),
+        }
+        method, name = MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS, f"mass in the top {SCORED:.0%}"
+        return EvalRow("analysis", method, kind, curve[scored], name, samples=num_chunks, extra=extra)
