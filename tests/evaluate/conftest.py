@@ -10,7 +10,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import Loaded
-from tests.evaluate.runs import BUCKETS, config
+from tests.evaluate.runs import BUCKETS, config, write_artifact
 from tests.factory import tiny_architecture, tiny_model
 
 
@@ -37,9 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = models.load(config(outputs, "unused").model, device="cpu")
     gate = Gate.build(model.model.config, GateConfig(block_size=16))
     centroids = F.normalize(torch.randn(2, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
-    shared = {"config": {}, "model": model.fingerprint, "data": "none", "seed": 0, "metrics": {}}
-    folder = {kind: artifacts.artifact_folder(outputs, "rand", "base", kind) for kind in ("gate", "kmeans")}
-    artifacts.write(folder["gate"], kind="gate", tensors=gate.state_dict(), details=gate.details(), **shared)
-    details = {"layers": [0, 1], "rope": False}
-    artifacts.write(folder["kmeans"], kind="kmeans", tensors={"centroids": centroids}, details=details, **shared)
+    kmeans = {"centroids": centroids}, {"layers": [0, 1], "rope": False}
+    for kind, content in (("gate", (gate.state_dict(), gate.details())), ("kmeans", kmeans)):
+        write_artifact(artifacts.artifact_folder(outputs, "rand", "base", kind), kind, model, *content)
     return outputs

@@ -1,10 +1,16 @@
 """The small evaluation job that the tests of evaluation change and run."""
 
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from msattn.trainer import artifacts, data
 from msattn.trainer.config import (
     DataConfig,
     EvalConfig,
@@ -19,7 +25,9 @@ from msattn.trainer.config import (
 from msattn.trainer.evaluate.job import Job, PartialRows
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.progress import Progress
 from tests.factory import tiny_architecture
 
@@ -44,6 +52,32 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         recent=16,
         sink=1,
     )
+
+
+def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[LayerInputs], object]) -> None:
+    """Calls ``measure(x)`` with the inputs of each layer of a prefill of 160 held-out tokens."""
+
+    def attend(x: LayerInputs) -> Tensor:
+        measure(x)
+        return dense_attention(x)
+
+    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
+    with torch.inference_mode(), tap(loaded.model, attend):
+        prefill(loaded, chunks[0]["input_ids"])
+
+
+def write_artifact(folder: Path, kind: str, loaded: Loaded, tensors: Mapping[str, Tensor], details: dict[str, Any]) -> None:
+    """Writes an artifact as if it had been trained for the model."""
+    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
+    artifacts.write(folder, kind=kind, tensors=dict(tensors), details=details, **facts)
+
+
+def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows of an evaluation by method, setting and these values of ``extra``, if they differ in them."""
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    found = {(row["method"], row["setting"], *(row["extra"][key] for key in extra)): row for row in rows}
+    assert len(found) == len(rows)
+    return found
 
 
 def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: ComparedMethods) -> list[EvalRow]:

@@ -1,6 +1,5 @@
 """Recipes of evaluations: documents of two corpora, the lab teacher with YaRN, and the table, each run on a toy model."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import DataConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
+from tests.evaluate.runs import read_rows
 from tests.running import SHAPE, WORDS, succeed, write_texts
 
 SENTENCE = "The heron left the mill before anyone had thought of the river again. "
@@ -50,8 +50,7 @@ def test_documents_are_read_from_their_beginning(
     sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
     succeed("eval", f"experiment={recipe}", *TOY, *sizes, "model.architecture.vocab_size=4096", "eval.baselines=[quest]")
     assert opened == {read}
-    rows = json.loads((folder / "llama3/seer/eval/results.json").read_text())["rows"]
-    found = {(row["method"], row["setting"], row["extra"]["length"]): row for row in rows}
+    found = read_rows(folder / "llama3/seer/eval", "length")
     for length in (64, 128):
         assert found["dense", "", length]["samples"] == 3
         assert ("quest", "sparsity 0.9", length) in found

@@ -30,11 +30,8 @@ def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
     extra["losses"] = [ratio, 1.1 * ratio]
     setting = "" if method == "dense" else f"sparsity {sparsity:g}"
-    figures = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
-    spent = {"latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
-    return EvalRow(
-        "perplexity", named(method), setting, 9.0 * ratio, "perplexity", (8.0, 12.0), **figures, **spent, extra=extra
-    )
+    read = ratio, sparsity, 1 - sparsity, 0.9
+    return EvalRow("perplexity", named(method), setting, 9.0 * ratio, "perplexity", (8.0, 12.0), *read, 0.25, 512.0, 16, extra)
 
 
 def recall_row(method: str, score: float, selectivity: float) -> EvalRow:

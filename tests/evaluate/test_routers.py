@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from msattn.trainer import data, models
+from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.methods import add_routers
-from msattn.trainer.evaluate.tasks import decoding, needle, perplexity, recall
+from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from tests.evaluate.runs import config, rows_of
+from msattn.trainer.models.tap import LayerInputs
+from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
 from tests.test_bad_input import text as words
 
 PRESET_BUCKETS = 8
@@ -42,18 +41,6 @@ def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
 
 def routings_of(cfg: EvalRunConfig, loaded: Loaded) -> methods.ComparedMethods:
     return add_routers(methods.ComparedMethods([], []), cfg, loaded.model)
-
-
-def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Any) -> None:
-    """Calls ``measure(x)`` with the inputs of each layer of a prefill of 160 tokens."""
-
-    def attend(x: LayerInputs) -> Tensor:
-        measure(x)
-        return dense_attention(x)
-
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
-    with torch.inference_mode(), tap(loaded.model, attend):
-        perplexity.prefill(loaded, chunks[0]["input_ids"])
 
 
 @pytest.mark.slow
@@ -129,9 +116,8 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     for routing in found.bucket_routings:
         labels, counts = zip(*routing.settings([0, 7]), strict=True)
         assert labels[:2] == ("0 probes", "about 30 % of keys")
-        assert labels[2:] == (
-            () if str(routing.method) == "LSH" else ("about 100 % of keys",)
-        )  # not all keys collide with a query
+        every = () if str(routing.method) == "LSH" else ("about 100 % of keys",)  # not all keys collide with a query
+        assert labels[2:] == every
         assert sorted({0, *counts}) == list(counts)
         assert counts[-1] <= PRESET_BUCKETS
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))

@@ -91,11 +91,6 @@ class BlockSelectionMethod:
         return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 
 
-def key_share_label(share: float) -> str:
-    """Returns the setting of rows that read about a share of the visible keys."""
-    return f"about {100 * share:.3g} % of keys"
-
-
 @dataclass(frozen=True)
 class BucketRoutingMethod:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
@@ -145,7 +140,7 @@ class BucketRoutingMethod:
         counts = probes if self.by_share is None else [count for count in probes if count == 0]
         return [
             *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
-            *((key_share_label(share), count) for share, count in (self.by_share or {}).items()),
+            *((f"about {100 * share:.3g} % of keys", count) for share, count in (self.by_share or {}).items()),
             *((f"{100 * share:g} % of far keys", float(share)) for share in shares),
         ]
 

@@ -1,6 +1,5 @@
 """``eval=documents``: perplexity of documents from their beginning."""
 
-import json
 import math
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from msattn.trainer.config import DataConfig, DocumentsConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.documents import beginnings
-from tests.evaluate.runs import config
+from tests.evaluate.runs import config, read_rows
 
 SENTENCES = "The mill stood by the river. Nobody had worked there for years, and the wheel was still. "
 
@@ -33,10 +32,7 @@ def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
     (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
     object.__setattr__(cfg, "data", DataConfig(source="text", path=str(tmp_path / "train.txt"), heldout_path=texts))
     folder = evaluate(cfg)
-    rows = {
-        (row["method"], row["setting"], row["extra"]["length"]): row
-        for row in json.loads((folder / "results.json").read_text())["rows"]
-    }
+    rows = read_rows(folder, "length")
     loaded = models.load(cfg.model, device="cpu")
     for length in (64, 128):
         ids = list(beginnings(cfg, loaded.tokenizer, length))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,7 +199,7 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
     @contextmanager
     def attached() -> Iterator:
         with tap(model, read):
-            yield lambda: {"sparsity": None, "selection_s": None, "attention_s": None}
+            yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": None})
 
     done = latency.measure(model, ids, attached, 1e-6, situation)
     passes = [(40, 100)] if situation.cached else [(40, 40), (40, 80), (20, 100)]

@@ -14,7 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.prompts import share_of_equal_tokens
 from msattn.trainer.models.chat import encode_prompt
-from tests.evaluate.runs import config
+from tests.evaluate.runs import config, read_rows
 
 NO_MESSAGES: dict[str, Any] = {"messages": [], "answer": "x"}
 LONG = "the river ran past an old mill and nobody knew where it came from " * 5
@@ -34,7 +34,7 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": answer.upper()}, {"prompt": LONG, "answer": "never <said>"})
     prompts = PromptsConfig(path, max_new_tokens=4, sparsities=[0.0, 0.9])
     folder = evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
-    rows = {(row["method"], row["setting"]): row for row in json.loads((folder / "results.json").read_text())["rows"]}
+    rows = read_rows(folder)
     dense, full, sparse = rows["dense", ""], rows["random", "sparsity 0"], rows["random", "sparsity 0.9"]
     assert (dense["score"], dense["samples"]) == (0.5, 2)
     assert [example["correct"] for example in dense["extra"]["examples"]] == [True, False]
@@ -53,14 +53,15 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     assert second.is_answered_by("It is\n  HERE. Yes")
     assert not second.is_answered_by("there")
     assert not second.is_answered_by("hereafter"), "only whole words"
-    for entry in (
+    wrong = (
         {"prompt": "How?"},
         {"answer": "x"},
         {"prompt": "", "answer": "x"},
         {"messages": [{}], "answer": "x"},
         3,
         NO_MESSAGES,
-    ):
+    )
+    for entry in wrong:
         with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
             read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))
     (tmp_path / "lines.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8")
@@ -95,7 +96,7 @@ def test_separate_probes_of_query_heads(tmp_path: Path) -> None:
     cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts)
     model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=4, probes=1))
     folder = evaluate(replace(cfg, model=model, dense_layers=[]))
-    read = {row["method"]: row["selectivity"] for row in json.loads((folder / "results.json").read_text())["rows"]}
+    read = {method: row["selectivity"] for (method, _), row in read_rows(folder).items()}
     assert read.keys() == {"dense", "Quest pages", "Quest pages, independent"}
     assert 0 < read["Quest pages"] < 1
     assert 0 < read["Quest pages, independent"] < 1

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from msattn.trainer import artifacts, data, models
+from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.row import WINDOW
@@ -16,8 +15,8 @@ from msattn.trainer.evaluate.tasks import needle, perplexity, recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-from tests.evaluate.runs import BUCKETS, config, rows_of
+from msattn.trainer.models.tap import LayerInputs
+from tests.evaluate.runs import BUCKETS, config, measured_on_a_chunk, rows_of, write_artifact
 
 
 def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +70,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
 
     expected: dict[int, torch.Tensor] = {}
 
-    def dense_attention_with_expected_mass(x: LayerInputs) -> torch.Tensor:
+    def measure(x: LayerInputs) -> None:
         positions = torch.linspace(routing.recent + routing.sink, x.num_keys - 1, cfg.eval.recall.num_queries).round().long()
         k = x.k.repeat_interleave(2, 1)[0]
         seen = torch.arange(x.num_keys) <= positions[:, None]
@@ -83,11 +82,8 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
         inside = (torch.arange(x.num_keys) < routing.sink) | (torch.arange(x.num_keys) > positions[:, None] - routing.recent)
         read = inside | (buckets[:, None] == probe[..., None])
         expected[x.layer] = (weights * read).sum(-1).mean(-1)
-        return dense_attention(x)
 
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
-    with torch.inference_mode(), tap(loaded.model, dense_attention_with_expected_mass):
-        perplexity.prefill(loaded, chunks[0]["input_ids"])
+    measured_on_a_chunk(cfg, loaded, measure)
     heads = torch.tensor(by_name["k-means, independent", "1 probe"].extra["heads"])
     torch.testing.assert_close(heads, torch.stack([expected[0], expected[1]]), rtol=1e-4, atol=1e-5)
     shared = torch.tensor(by_name["k-means", "1 probe"].extra["heads"])
@@ -99,10 +95,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
 def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained: Path, text: str, tmp_path: Path) -> None:
     """Classifiers without thresholds are calibrated; the share that is read beside the window is about the requested one."""
     partition, folder = KMeans.load(trained / "rand" / "base" / "kmeans"), tmp_path / "qmodel"
-    details = {"layers": [0, 1], "rope": False}
-    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
-    tensors = dict(QModel(partition, 2, 8).state_dict())
-    artifacts.write(folder, kind="qmodel", tensors=tensors, details=details, **facts)
+    write_artifact(folder, "qmodel", loaded, QModel(partition, 2, 8).state_dict(), {"layers": [0, 1], "rope": False})
     cfg = config(trained, text, tasks=["recall", "needle"], baselines=[])
     tasks = replace(
         cfg.eval,
@@ -121,14 +114,11 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     rows = {(str(row.method), row.setting): row for row in rows_of(recall, loaded, cfg, found)}
     name = "classifier, calibrated"
     assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (str(WINDOW), "0 probes")}
-    window = rows[str(WINDOW), "0 probes"].selectivity
-    few, many = (rows[name, f"{share} % of far keys"] for share in (10, 50))
-    assert window is not None
-    assert few.selectivity is not None
-    assert many.selectivity is not None
-    assert window < few.selectivity < many.selectivity < 1
-    assert rows[str(WINDOW), "0 probes"].score < few.score < many.score
-    assert (many.selectivity - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
+    nearest = (rows[str(WINDOW), "0 probes"], *(rows[name, f"{share} % of far keys"] for share in (10, 50)))
+    window, few, many = (row.selectivity or 1 for row in nearest)
+    assert window < few < many < 1
+    assert nearest[0].score < nearest[1].score < nearest[2].score
+    assert (many - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
     asked = [(str(row.method), row.setting) for row in rows_of(needle, loaded, cfg, found)]
     share = "50 % of far keys"
     assert asked == [("dense", ""), (str(WINDOW), "0 probes"), (name, share), (f"{name}, independent", share)]

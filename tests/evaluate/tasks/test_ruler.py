@@ -1,6 +1,5 @@
 """``eval=ruler``: scores by task, with dense and with sparse attention."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from msattn.trainer.evaluate.tasks.answers import Question
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.chat import encode_prompt
 from tests.data.test_ruler import WORDS
-from tests.evaluate.runs import config
+from tests.evaluate.runs import config, read_rows
 from tests.models.test_chat import TEMPLATE
 from tests.running import exit_code
 
@@ -32,11 +31,6 @@ SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples
 def haystack(tmp_path: Path) -> str:
     (tmp_path / "words.txt").write_text(" ".join(WORDS))
     return str(tmp_path / "words.txt")
-
-
-def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    rows = json.loads((folder / "results.json").read_text())["rows"]
-    return {(row["method"], row["setting"]): row for row in rows}
 
 
 def test_interval_of_the_ratio_is_of_paired_differences() -> None:
@@ -79,7 +73,7 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
     (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
     cfg = config(tmp_path, str(tmp_path / "train.txt"), tasks=["ruler"], baselines=["random"], ruler=settings)
     folder = evaluate(replace(cfg, model=ModelConfig(name="tiny", path="embedded")))
-    rows = rows_of(folder)
+    rows = read_rows(folder)
     assert len(found) == 4
     assert {row["extra"]["length"] for row in rows.values()} == {1000}
     for row in rows.values():

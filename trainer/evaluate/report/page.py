@@ -2,20 +2,20 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from msattn.trainer.evaluate.report.captions import CAPTIONS, EXAMPLES, INTRODUCTION, NEEDLE_EXAMPLES
 from msattn.trainer.evaluate.report.compare import Comparison, scores
 from msattn.trainer.evaluate.report.context import CPU_NOTE
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, phone_path
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, phone_path
 from msattn.trainer.evaluate.report.tables import HEADINGS, caption, table
 from msattn.trainer.evaluate.report.verdict import columns, sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.methods.base import Method
 
 _FOLDER = files("msattn.trainer.evaluate.report")
 OWN_SECTIONS = ("tradeoff", "speed", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
@@ -141,7 +141,8 @@ def examples(rows: list[EvalRow]) -> str:
     """
     parts = []
     for task in dict.fromkeys(row.task for row in rows if row.extra.get("examples")):
-        own = _one_row_per_method(row for row in rows if row.task == task and row.extra.get("examples"))
+        shown_rows = by_method(row for row in rows if row.task == task and row.extra.get("examples"))
+        own = [min(points, key=_order) for _, points in shown_rows]
         parts.append(f"<p>{EXAMPLES}{NEEDLE_EXAMPLES if task == 'needle' else ''}</p>")
         prompts = list(zip(*(row.extra["examples"] for row in own), strict=True))
         shown = sorted(prompts, key=_agreement)[:MOST_NEEDLES] if task == "needle" else prompts
@@ -151,19 +152,11 @@ def examples(rows: list[EvalRow]) -> str:
 
 def _agreement(answers: tuple[dict[str, Any], ...]) -> float:
     """Returns how far the methods agree on a prompt: 0 if half of them are right, 1 if all are right or all are wrong."""
-    right = sum(answer["correct"] for answer in answers) / len(answers)
-    return abs(2 * right - 1)
-
-
-def _one_row_per_method(rows: Iterable[EvalRow]) -> list[EvalRow]:
-    """Returns the row of each method with the longest prompts and the fewest keys read."""
-    best: dict[Method, EvalRow] = {}
-    for row in rows:
-        best[row.method] = min(best.get(row.method, row), row, key=_order)
-    return list(best.values())
+    return abs(2 * fmean(answer["correct"] for answer in answers) - 1)
 
 
 def _order(row: EvalRow) -> tuple[int, float]:
+    """Returns a key that puts the row of the longest prompts and the fewest keys read first."""
     return -row.extra.get("length", 0), 1.0 if row.selectivity is None else row.selectivity
 
 
@@ -177,15 +170,11 @@ def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
     answers_by_method = {
         "method": [row.method.label for row, _ in answers],
         "setting": [row.setting for row, _ in answers],
-        "answer": [f"{_mark(example, expected)}{example['answer']}" for _, example in answers],
+        "answer": [(("✗ ", "✓ ")[example["correct"]] if expected else "") + example["answer"] for _, example in answers],
     }
     wanted = f"<p>Expected answer: <mark>{escape(expected)}</mark></p>" if expected else ""
     body = html_table(answers_by_method, bold=[row.method.is_trained for row, _ in answers])
     return f'<blockquote>{shown}</blockquote>\n{wanted}\n<div class="answers">{body}</div>'
-
-
-def _mark(example: dict[str, Any], expected: str) -> str:
-    return ("✓ " if example["correct"] else "✗ ") if expected else ""
 
 
 def html_table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:

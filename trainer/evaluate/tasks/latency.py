@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.config import LatencyConfig, SelectConfig
+from msattn.trainer.config import LatencyConfig
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
@@ -32,7 +33,8 @@ from msattn.trainer.serving.fused import fused
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-ReadStats = Callable[[], dict[str, Any]]  # returns the sparsity and the seconds of each part, since the context began
+# Attaches a method; ``stats`` of what it yields returns the sparsity and the seconds of each part, since the context began.
+Attached = Callable[[], AbstractContextManager[Any]]
 
 
 class Situation(NamedTuple):
@@ -50,12 +52,12 @@ WHOLE_PROMPT = Situation()
 
 
 class LatencyCase(NamedTuple):
-    """A method in a setting, the SDPA ``kernel`` that it uses, and a context manager that attaches it to the model."""
+    """A method in a setting, the SDPA ``kernel`` that it uses, and a function that attaches it to the model."""
 
     method: Method
     setting: str
     kernel: str | None
-    attached: Callable[[], AbstractContextManager[ReadStats]]
+    attached: Attached
 
     @property
     def kernel_name(self) -> str | None:
@@ -113,7 +115,7 @@ def run(job: Job) -> list[EvalRow]:
 
 def _sparse_cases(model: "PreTrainedModel", block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
     return [
-        LatencyCase(block.method, label, None, partial(_attach_sparse, model, block, select))
+        LatencyCase(block.method, label, None, partial(block.attach, model, select, measure_time=True))
         for label, select in block.settings(sparsities)
     ]
 
@@ -139,7 +141,7 @@ def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situatio
 
 
 @contextmanager
-def _attach_dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
+def _attach_dense(model: "PreTrainedModel") -> Iterator[SimpleNamespace]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
@@ -147,13 +149,8 @@ def _attach_dense(model: "PreTrainedModel") -> Iterator[ReadStats]:
             return dense_attention(x)
 
     with tap(model, timed_dense_attention), fused(decoder(model)):  # as attached models have them
-        yield lambda: {"sparsity": None, "selection_s": None, "attention_s": timer.seconds("attention")}
-
-
-@contextmanager
-def _attach_sparse(model: "PreTrainedModel", block: BlockSelectionMethod, select: SelectConfig) -> Iterator[ReadStats]:
-    with block.attach(model, select, measure_time=True) as sparse:
-        yield sparse.stats
+        seconds = partial(timer.seconds, "attention")
+        yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": seconds()})
 
 
 @torch.inference_mode()
@@ -167,11 +164,7 @@ def first_token(model: "PreTrainedModel", ids: Tensor, cache: "Cache | None" = N
 
 
 def measure(
-    model: "PreTrainedModel",
-    ids: Tensor,
-    attached: Callable[[], AbstractContextManager[ReadStats]],
-    seconds: float,
-    situation: Situation = WHOLE_PROMPT,
+    model: "PreTrainedModel", ids: Tensor, attached: Attached, seconds: float, situation: Situation = WHOLE_PROMPT
 ) -> LatencyRun:
     """Runs a warm-up prompt, then measures prompts until they took ``seconds``.
 
@@ -182,14 +175,14 @@ def measure(
         first_token(model, new, cache, situation.chunk)
     taken: list[float] = []
     peaks: list[float] = []
-    with attached() as read_stats:
+    with attached() as running:
         while sum(taken) < seconds:
             cache = _cache(model, ids, situation, cache)
             with cost(model.device) as spent:
                 first_token(model, new, cache, situation.chunk)
             taken.append(spent.seconds)
             peaks.append(spent.peak_mb)
-        stats = read_stats()
+        stats = running.stats()
     parts = {part: (stats[part] or 0.0) / len(taken) for part in ("selection_s", "attention_s")}
     return LatencyRun(taken, max(peaks), stats["sparsity"], **parts)
 
@@ -231,17 +224,14 @@ def as_row(
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
     found: dict[tuple[Method, str], int | None] = {}
-    for method, setting in dict.fromkeys((each.method, each.setting) for each in rows if _has_break_even(each)):
+    whole = [each for each in rows if not each.method.is_dense and not each.extra["situation"]]
+    for method, setting in dict.fromkeys((each.method, each.setting) for each in whole):
         own = (each for each in rows if (each.method, each.setting) == (method, setting))
         ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
         found[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
         notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
     return [replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))}) for each in rows]
-
-
-def _has_break_even(row: EvalRow) -> bool:
-    return not row.method.is_dense and not row.extra["situation"]
 
 
 def break_even(ratios: dict[int, float]) -> int | None:

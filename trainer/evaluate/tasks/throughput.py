@@ -87,16 +87,14 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
     ((read, setting), *_) = routing.own_settings()
     attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.reads(setting))
+    prompts, tokens = block.method, routing.method
+    trained = prompts.is_trained and tokens.is_trained
+    both = Method(f"{prompts} + {tokens}", f"{prompts.label} + {tokens.label}", trained=trained)
     return [
         MethodSetting(TRANSFORMERS, "", nullcontext),
         MethodSetting(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
-        MethodSetting(_together(block.method, routing.method), f"{described}, {read}", attached),
+        MethodSetting(both, f"{described}, {read}", attached),
     ]
-
-
-def _together(block: Method, routing: Method) -> Method:
-    """Returns the method of prompts by ``block`` and new tokens by ``routing``."""
-    return Method(f"{block} + {routing}", f"{block.label} + {routing.label}", trained=block.is_trained and routing.is_trained)
 
 
 def _random_prompts(model: "PreTrainedModel", requests: int, length: int, seed: int) -> list[list[int]]:

@@ -44,19 +44,14 @@ def cost(device: torch.device) -> Iterator[Cost]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        _reset_peak_resident()
+    elif CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")  # Linux: resets the peak of resident memory (man 5 proc)
     begin = time.perf_counter()
     yield measured
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     measured.seconds = time.perf_counter() - begin
     measured.peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _peak_resident_mb()
-
-
-def _reset_peak_resident() -> None:
-    if CLEAR_REFS.exists():
-        CLEAR_REFS.write_text("5")  # Linux: resets the peak of resident memory (man 5 proc)
 
 
 def _peak_resident_mb() -> float:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer.evaluate.row import EvalRow
@@ -29,16 +30,6 @@ def principal_plane(keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, floa
     axes = axes * torch.where((keys.mean(0) - mean) @ axes < 0, -1.0, 1.0)
     variance = spread.square()
     return mean, axes, (variance[:2].sum() / variance.sum().clamp(min=1e-300)).item()
-
-
-def centers_cosine(keys: Tensor, queries: Tensor) -> float:
-    """Returns the cosine of the mean key and the mean query; -1: on opposite sides of the origin."""
-    return torch.nn.functional.cosine_similarity(keys.mean(0), queries.mean(0), dim=0).item()
-
-
-def negative_products(keys: Tensor, queries: Tensor) -> float:
-    """Returns the share of negative products among all pairs of keys ``[n, D]`` and queries ``[m, D]`` (figure 1, middle)."""
-    return (queries @ keys.T < 0).double().mean().item()
 
 
 @dataclass
@@ -73,7 +64,8 @@ class Planes:
                 member = torch.randint(group, (len(chosen),), generator=generator)
                 queries = all_queries[member, 1 + torch.arange(len(chosen))]  # one of the group at each position
                 plane = principal_plane(keys[1:], queries)
-                cosine, negative = centers_cosine(keys[1:], queries), negative_products(keys[1:], queries)
+                cosine = F.cosine_similarity(keys[1:].mean(0), queries.mean(0), dim=0).item()  # -1: on opposite sides of 0
+                negative = (queries @ keys[1:].T < 0).double().mean().item()  # share of all pairs (figure 1, middle)
                 found = {"cosine": cosine, "negative_products": negative, "explained": plane[2]}
                 self.numbers[stage][x.layer].append(found)
                 if head == self.heads[0]:

@@ -74,11 +74,6 @@ def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) 
     return out / mass[..., None].clamp(min=torch.finfo(mass.dtype).tiny), mass, keys / keys[..., -1:]
 
 
-def probes_of(num_buckets: int) -> list[int]:
-    """Returns 1, 2, 4, ... up to half of the buckets, at least 1."""
-    return [2**i for i in range(max(1, num_buckets.bit_length() - 1))]
-
-
 class RoutedKeys(NamedTuple):
     """Buckets of the keys ``[Hkv, M]`` and bucket scores ``[n, Hkv, C]`` of one routing in a layer, and numbers of probes."""
 
@@ -105,7 +100,8 @@ class LayerReads:
             if x.layer in routing.router.layers:
                 buckets = buckets_of_keys(x, routing.router)[0][0]
                 scores = bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent)
-                routed[routing.method] = RoutedKeys(probes_of(routing.router.num_buckets), buckets, scores)
+                powers = max(1, routing.router.num_buckets.bit_length() - 1)  # up to half of the buckets
+                routed[routing.method] = RoutedKeys([2**i for i in range(powers)], buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
     def add(self, head: int, queries: Queries) -> None:
