@@ -50,13 +50,10 @@ def draw_prefill(axes: Axes, theme: Theme) -> None:
     """Seconds to the first token against prompt length, dense and at three sparsities."""
     rows = [row for row in tables.rows("speed") if not row["situation"]]  # whole prompts
     for kernel, style in (("flash", "--"), ("cuDNN", ":")):
-        x, y = series(rows, "length", "score", method=f"dense, {kernel}")
-        axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
-        label_end(axes, x, y, f"dense, {kernel}", theme.peer)
+        by_length(axes, rows, f"dense, {kernel}", theme.peer, style, method=f"dense, {kernel}")
     for sparsity, width, shift in (("0.8", 1.2, 3), ("0.9", 1.7, 1), ("0.95", 2.2, -5)):
-        x, y = series(rows, "length", "score", setting=f"sparsity {sparsity}")
-        axes.plot(x, y, color=theme.ours, linewidth=width, marker="o", markersize=3)
-        label_end(axes, x, y, f"msattn, {float(sparsity):.0%} sparse", theme.ours, shift)
+        title = f"msattn, {float(sparsity):.0%} sparse"
+        x = by_length(axes, rows, title, theme.ours, width=width, shift=shift, setting=f"sparsity {sparsity}")
     axes.set(title="Time to the first token", xlabel="prompt length (tokens)", ylabel="seconds")
     length_ticks(axes, x)
     axes.set_xlim(0, 185_000)
@@ -67,15 +64,9 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
     """Tokens per second of ``generate`` against cache length, dense and routed; of SDPA's kernels, a step as a CUDA graph."""
     rows = [row for row in tables.rows("decode") if row["batch"] == "1"]
     for kernel, style, shift in (("flash", "--", -7), ("cuDNN", ":", 0)):
-        x, y = series(rows, "length", "score", method=f"dense, {kernel}")
-        axes.plot(x, y, style, color=theme.peer, marker="o", markersize=3)
-        label_end(axes, x, y, f"dense, {kernel}, as a graph", theme.peer, shift)
-    x, y = series(rows, "length", "score", method="dense, same cache and graphs")
-    axes.plot(x, y, color=theme.ours, linewidth=1.2, marker="o", markersize=3)
-    label_end(axes, x, y, "msattn, dense", theme.ours, 8)
-    x, y = series(rows, "length", "score", setting="32 probes")
-    axes.plot(x, y, color=theme.ours, linewidth=2.2, marker="o", markersize=3)
-    label_end(axes, x, y, "msattn,\n32 of 1024 buckets", theme.ours)
+        by_length(axes, rows, f"dense, {kernel}, as a graph", theme.peer, style, shift=shift, method=f"dense, {kernel}")
+    by_length(axes, rows, "msattn, dense", theme.ours, width=1.2, shift=8, method="dense, same cache and graphs")
+    x = by_length(axes, rows, "msattn,\n32 of 1024 buckets", theme.ours, width=2.2, setting="32 probes")
     axes.set(title="Decoding with generate", xlabel="keys in the cache", ylabel="tokens per second", xscale="log")
     length_ticks(axes, [length for length in x if length != 24576])
     axes.set_xlim(x[0] / 1.2, x[-1] * 5)
@@ -150,9 +141,14 @@ def draw_dense(axes: Axes, theme: Theme, rows: Rows) -> None:
     axes.axhline(series(rows, "length", "score", method="dense")[1][0], color=theme.peer, linewidth=0.8, label="dense")
 
 
-def label_end(axes: Axes, x: list[float], y: list[float], text: str, color: str, shift: float = 0) -> None:
-    """Names a line at its last point, ``shift`` points above it."""
+def by_length(
+    axes: Axes, rows: Rows, text: str, color: str, style: str = "-", width: float = 1.5, shift: float = 0, **where: str
+) -> list[float]:
+    """One line of scores, named at its last point, ``shift`` points above it; returns the lengths."""
+    x, y = series(rows, "length", "score", **where)
+    axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3)
     axes.annotate(text, (x[-1], y[-1]), (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
+    return x
 
 
 def length_ticks(axes: Axes, lengths: list[float]) -> None:

@@ -47,12 +47,7 @@ def tasks_of(text: str, outputs: Path) -> EvalRunConfig:
         routers=["random", "lsh", "quest"],
         documents=DocumentsConfig(lengths=[64], num_documents=2, sparsities=[0.5]),
         ruler=RulerConfig(
-            lengths=[600],
-            samples=1,
-            tasks=["niah_single_1"],
-            haystack=str(outputs / "words.txt"),
-            sparsities=[0.5],
-            probes=[1],
+            lengths=[600], samples=1, tasks=["niah_single_1"], haystack=str(outputs / "words.txt"), sparsities=[0.5], probes=[1]
         ),
     )
     long = {**(cfg.model.architecture or {}), "max_position_embeddings": 1024}

@@ -63,12 +63,7 @@ TASK_COLUMNS = {
     | {task: (task, "{:.1%}") for task in RULER_TASKS},
     "harness": {"benchmark": ("benchmark", "{}")}
     | TOKENS
-    | {
-        "metric": NAME,
-        "score": ("score", "{:.3f}"),
-        "95 % interval": ("interval", "{:.3f}"),
-        "vs dense": RATIO,
-    },
+    | {"metric": NAME, "score": ("score", "{:.3f}"), "95 % interval": ("interval", "{:.3f}"), "vs dense": RATIO},
     "prompts": {"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
     "analysis": {"measure": NAME, "value": ("score", "{:.3f}"), **ERROR, "imbalance": ("imbalance", "{:.2f}")},
     "latency": TOKENS

@@ -6,6 +6,7 @@ Dense attention and every method answer the same samples, one after the other.
 import logging
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from functools import partialmethod
 from io import StringIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -73,11 +74,8 @@ def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
                     )
             return super().generate_until(requests, disable_tqdm=True)
 
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
-            return super().loglikelihood(requests, disable_tqdm=True)
-
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
-            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+        loglikelihood = partialmethod(HFLM.loglikelihood, disable_tqdm=True)
+        loglikelihood_rolling = partialmethod(HFLM.loglikelihood_rolling, disable_tqdm=True)
 
         def _model_call(self, *args: Any, **options: Any) -> Any:
             advance()

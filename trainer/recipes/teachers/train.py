@@ -38,14 +38,7 @@ from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.recipes.teachers.figures import bfloat16_autocast, evaluate, held_out_metrics, needle_prompts
 from msattn.trainer.recipes.teachers.plans import PLANS, Plan
-from msattn.trainer.recipes.teachers.text import (
-    StageDataset,
-    Texts,
-    check_lengths,
-    check_unseen,
-    load_tokenizer,
-    read_sources,
-)
+from msattn.trainer.recipes.teachers.text import StageDataset, Texts, check_lengths, check_unseen, load_tokenizer, read_sources
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
