@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from msattn.trainer import data, models
-from msattn.trainer.config import ArtifactsConfig, DataConfig, PerplexityConfig
+from msattn.trainer.config import ArtifactsConfig, DataConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import methods
 from msattn.trainer.evaluate.row import WINDOW
@@ -96,30 +96,26 @@ def test_a_failed_run_keeps_earlier_results(tmp_path: Path, text: str, monkeypat
 
 def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     cfg = config(trained, text)
-    long = replace(cfg.eval, tasks=["perplexity"], perplexity=replace(cfg.eval.perplexity, length=512))
-    with pytest.raises(UserError, match="512"):
-        evaluate(replace(cfg, eval=long))
-    many = replace(cfg.eval, tasks=["needle"], baselines=[], needle=replace(cfg.eval.needle, probes=[BUCKETS + 1]))
-    with pytest.raises(UserError, match=f"probes={BUCKETS + 1}"):
-        evaluate(replace(cfg, eval=many))
-    short = replace(cfg.eval, tasks=["needle"], baselines=[], needle=replace(cfg.eval.needle, lengths=[24]))
-    with pytest.raises(UserError, match="lengths=24"):
-        evaluate(replace(cfg, eval=short))
-    with pytest.raises(UserError, match="no such folder"):
-        evaluate(replace(cfg, artifacts=ArtifactsConfig(gate=str(tmp_path / "nowhere"))))
+    own = cfg.eval
+    long = replace(own, tasks=["perplexity"], perplexity=replace(own.perplexity, length=512))
+    many = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1]))
+    short = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, lengths=[24]))
     deeper = replace(cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3})
-    with pytest.raises(UserError, match="its num_layers is 2"):
-        evaluate(replace(cfg, model=deeper))
+    (tmp_path / "file").write_text("")
+    for message, changes in {
+        "512": {"eval": long},
+        f"probes={BUCKETS + 1}": {"eval": many},
+        "lengths=24": {"eval": short},
+        "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
+        "its num_layers is 2": {"model": deeper},
+        "compare=nowhere: accepted is the folder of an earlier": {"compare": "nowhere"},
+        "outputs": {"outputs": str(tmp_path / "file")},
+    }.items():
+        with pytest.raises(UserError, match=message):
+            evaluate(replace(cfg, **changes))
     other_weights = models.load(cfg.model, device="cpu", seed=1)
     notes = methods.find_methods(cfg, other_weights, torch.device("cpu")).notes
     assert any("its weights_hash is" in note for note in notes)
-    with pytest.raises(UserError, match="sparsities"):
-        PerplexityConfig(sparsities=[1.0])
-    with pytest.raises(UserError, match="compare=nowhere: accepted is the folder of an earlier"):
-        evaluate(replace(cfg, compare="nowhere"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="outputs"):
-        evaluate(replace(cfg, outputs=str(tmp_path / "file")))
 
 
 @pytest.mark.slow

@@ -224,11 +224,6 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
     assert again["test_bits_per_byte"] == pytest.approx(facts["figures"]["test_bits_per_byte"], rel=1e-6)
 
 
-def trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the training by the untrained model."""
-    monkeypatch.setattr(train, "train", lambda plan, texts, tokenizer, out, **_: (train.build_model(plan, tokenizer), 60.0))
-
-
 def test_a_tokenizer_of_ones_own_is_recorded(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "train", lambda plan, texts, tokenizer, out, **_: (train.build_model(plan, tokenizer), 60.0))
     own = workspace / "own"

@@ -1,6 +1,5 @@
 """Requests served together on a CPU: rows, percentiles, and refusals of the engine."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import throughput
 from msattn.trainer.evaluate.tasks.throughput import ThroughputRun, measure
+from tests.evaluate.runs import read_rows
 from tests.evaluate.tasks.test_latency import config
 
 SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=32, batch_tokens=64)
@@ -27,7 +27,7 @@ def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> E
 @pytest.mark.slow
 def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(throughput_config(tmp_path))
-    rows = json.loads((folder / "results.json").read_text())["rows"]
+    rows = list(read_rows(folder, "batch").values())
     assert [(row["method"], row["extra"]["batch"]) for row in rows] == [
         (method, requests)
         for requests in (1, 3)
