@@ -57,11 +57,8 @@ def first_line(error: BaseException) -> str:
 def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bool = True) -> UserError:
     """Returns a one-line error for a failed write to ``path``.
 
-    Parameters
-    ----------
-    error : the exception that the write raised.
-    kept : a clause that names the checkpoint a later run can resume from, or "".
-    resumes : ``resume=true`` continues the run.
+    ``kept`` is a clause that names the checkpoint a later run can resume from, or ""; ``resumes``: ``resume=true`` continues
+    it.
     """
     # PyTorch's writer reports a position in the file but no reason.
     reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
@@ -74,10 +71,7 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
 def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
     """Returns a one-line error for an OSError of a full or failing disk, or of standard output; None for others.
 
-    Parameters
-    ----------
-    folder : named where the exception names no file.
-    resumes : ``resume=true`` continues the run.
+    ``folder`` is named where the exception names no file; ``resumes``: ``resume=true`` continues the run.
     """
     if (found := output_error()) is not None:
         return found

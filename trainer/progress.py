@@ -34,10 +34,7 @@ def duration(seconds: float) -> str:
 def report(describe: Callable[[], str | None]) -> Iterator[None]:
     """Prints ``describe()`` on stderr after :data:`INTERVAL` seconds without a line, then at twice the distance each time.
 
-    Parameters
-    ----------
-    describe : returns a line, "" if nothing must be printed because a bar shows the progress, or None to leave the line to the
-        surrounding context.
+    ``describe`` returns a line, "" if a bar shows the progress, or None to leave the line to the surrounding context.
     """
     _reporter.add(describe)
     try:
@@ -62,12 +59,8 @@ def postpone() -> None:
 class Progress(rich.Progress):
     """Tasks with bars if ``console`` is a terminal; elsewhere the task that runs is reported in lines on stderr.
 
-    Parameters
-    ----------
-    *columns : columns of the bars.
-    console : by default standard output, or standard error if only that is a terminal.
-    transient : bars disappear at the end.
-    enabled : shows anything at all; by default on rank 0.
+    The console is by default standard output, or standard error if only that is a terminal. Ranks but 0 show nothing by
+    default.
     """
 
     def __init__(

@@ -116,11 +116,7 @@ def front_matter(card: str, where: str) -> dict[str, Any]:
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
     """Returns a table of the evaluation in the folder of a run, "" if there is none of exactly these artifacts.
 
-    Raises UserError: ``results.json`` is damaged.
-
-    Parameters
-    ----------
-    hashes : the content hashes of the artifacts, by kind. Rows of other methods than theirs and dense attention are left out.
+    ``hashes`` are those of their contents, by kind. Rows of other methods than theirs and dense attention are left out.
     """
     path = folder / RESULTS
     if not os.path.exists(path):

@@ -32,15 +32,11 @@ def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
 
 
 def find(path: str | Path, *kinds: str) -> Path:
-    """Returns the local folder of an artifact.
+    """Returns the local folder of an artifact of one of ``kinds``, in order of precedence where there are several.
 
-    Raises UserError: there is no such folder, or it holds only artifacts of other kinds.
-
-    Parameters
-    ----------
-    path : folder of an artifact, folder of a run (``outputs/<model>/<name>``), id of a Hub repository with the same files, or
-        ``embedded`` (the artifacts that ship with the package).
-    kinds : accepted kinds, in order of precedence, where ``path`` holds an artifact of each kind.
+    ``path`` is the folder of an artifact or of a run (``outputs/<model>/<name>``), the id of a Hub repository with the same
+    files, or ``embedded`` (the artifacts that ship with the package). Raises UserError if there is none, or only of other
+    kinds.
     """
     folder = _local_folder(path)
     if os.path.isfile(folder / MANIFEST):

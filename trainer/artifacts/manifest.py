@@ -125,18 +125,12 @@ def describe_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
-    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
+    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``; returns a warning or
+    None.
 
-    Raises UserError: it was made for a model of another shape or other RoPE parameters (the message names the first field that
-    differs), or, if ``strict``, for other weights.
-
-    Parameters
-    ----------
-    strict : also refuse a model of the same shape with other weights, such as a quantized or fine-tuned one.
-
-    Returns
-    -------
-    A warning if the weights differ or cannot be compared, else None.
+    Raises UserError if it was made for a model of another shape or other RoPE parameters (the message names the first field
+    that differs), or, if ``strict``, for other weights, such as those of a quantized or fine-tuned one. These are else warned
+    of, and also weights that cannot be compared.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

@@ -13,12 +13,7 @@ from msattn.trainer.errors import UserError
 
 
 class ArtifactModule(nn.Module):
-    """A module that is kept as an artifact, in a folder or on the Hub.
-
-    Attributes
-    ----------
-    artifact : the artifact that it was loaded from; None for a module that was built.
-    """
+    """A module that is kept as an artifact, in a folder or on the Hub; ``artifact`` is None for a module that was built."""
 
     artifact: Artifact | None = None
 

@@ -29,17 +29,11 @@ ATTEMPTS = 5  # of reading an artifact that another process replaces at the same
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:
-    """Reads an artifact and validates all of its files; if a writer replaces it meanwhile, reads it again.
+    """Reads an artifact, of the required ``kind``, and validates all of its files; if a writer replaces it meanwhile, reads it
+    again.
 
-    Parameters
-    ----------
-    path : see :func:`find`
-    kind : required kind; None accepts any
-
-    Raises
-    ------
-    UserError : missing, incomplete or altered files, links that leave the folder, values that are not finite, another kind or
-        format version; the message names the field.
+    Raises UserError for missing, incomplete or altered files, links that leave the folder, values that are not finite, another
+    kind or format version; the message names the field.
     """
     for attempt in range(1, ATTEMPTS + 1):
         before = _identities(path)

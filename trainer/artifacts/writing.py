@@ -34,12 +34,8 @@ from msattn.trainer.storage.replace import check_no_link, current_folder, replac
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
     """Checks that :func:`write` will accept ``folder``, so that a run fails at its start and not at its end.
 
-    Raises UserError: it is a symbolic link, an artifact exists there and ``overwrite`` is off, the folder holds other files, or
-    it cannot be written.
-
-    Parameters
-    ----------
-    marker : the file whose presence identifies an artifact.
+    Raises UserError: it is a symbolic link, an artifact exists there (by the file ``marker``) and ``overwrite`` is off, the
+    folder holds other files, or it cannot be written.
     """
     check_no_link(folder)
     if os.path.exists(current_folder(folder) / marker):
@@ -74,27 +70,10 @@ def write(
 ) -> Path:
     """Writes an artifact atomically: if the process is killed, ``folder`` holds the old artifact or the complete new one.
 
-    Parameters
-    ----------
-    folder : destination, see :func:`artifact_folder`
-    kind : one of ``KINDS``
-    tensors : weights, on any device
-    config : the resolved run configuration as plain dictionaries
-    model : the base model's fingerprint (:func:`msattn.trainer.models.identity.fingerprint`)
-    details : values specific to the kind that loading needs, such as the gate's configuration
-    data : fingerprint of the training data
-    metrics : measured values for the model card; values that are not finite are stored as null
-    overwrite : replace an existing artifact in ``folder``
-
-    Returns
-    -------
-    ``folder``
-
-    Raises
-    ------
-    UserError : as :func:`check_writable`, :func:`~msattn.trainer.storage.lock.locked` and
-        :func:`~msattn.trainer.storage.replace.replace_folder`.
-    ValueError : an unknown ``kind``.
+    ``config`` is the resolved configuration as plain dictionaries, ``model`` the base model's fingerprint
+    (:func:`msattn.trainer.models.identity.fingerprint`), ``data`` that of the training data. ``details`` are values of the kind
+    that loading needs, such as the gate's configuration, ``metrics`` those for the model card; numbers that are not finite
+    become null.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")

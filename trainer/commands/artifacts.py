@@ -9,16 +9,8 @@ if TYPE_CHECKING:
 
 
 def push(folder: str, repository: str, *, private: bool = False) -> str:
-    """Uploads in one commit, prints the commit's URL, and returns it.
-
-    Parameters
-    ----------
-    folder : folder of an artifact, such as ``outputs/llama3/base/gate``, or of a run that has several.
-    repository, private : see :func:`msattn.trainer.artifacts.push`.
-
-    Raises
-    ------
-    UserError : there is no such folder, it has no artifact, or one is damaged; or as :func:`msattn.trainer.artifacts.push`.
+    """Uploads in one commit the artifacts in ``folder``, that of one or of a run that has several; prints and returns the
+    URL.
     """
     from msattn.trainer import artifacts
 
@@ -39,11 +31,8 @@ def _held(folder: Path) -> "dict[str, Artifact]":
 
 
 def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> None:
-    """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and the command that tries it.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.methods.gate.official.import_gate`.
+    """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and the command that tries
+    it.
     """
     from msattn.trainer.methods.gate.official import import_gate as run
     from msattn.trainer.progress import activity

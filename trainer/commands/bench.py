@@ -31,24 +31,13 @@ DEFAULT_SIZES = {  # lengths; query heads, key/value heads
 
 
 def bench(cfg: BenchRunConfig) -> Path:
-    """Measures ``cfg.op`` on this device and writes the results.
+    """Measures ``cfg.op`` on this device, writes the results to ``outputs/bench/<op>`` and returns that folder.
 
     The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a sweep over tiles. They
     replace earlier results of the same name. With ``bench.tune``, tiles that are faster than the shipped ones are saved for
     this user and GPU. During the run, rows are written to ``<name>.partial.csv``, which remains if the run is interrupted.
 
-    Returns
-    -------
-    Path
-        ``outputs/bench/<op>``, the folder of the results.
-
-    Raises
-    ------
-    UserError
-        ``device=cuda`` without a GPU; a sweep without a GPU or of an operation without candidate tiles; tuning of an operation
-        that chooses tiles by shape, or whose shipped tiles could not be timed; a folder that cannot be written.
-    CheckFailed
-        The operation disagrees with its reference, at a small size or at a timed size; no results are written.
+    Raises CheckFailed, without results, if the operation disagrees with its reference, at a small size or at a timed size.
     """
     from rich.console import Console
 
@@ -84,12 +73,7 @@ def _track(cfg: BenchRunConfig, name: str, rows: list[BenchRow]) -> None:
 def _measure(
     cfg: BenchRunConfig, shape: Shape, options: Options, partial: Path, commit: str | None, console: "Console"
 ) -> list[BenchRow]:
-    """Returns all rows; after each one, ``partial`` is rewritten with the rows so far.
-
-    Raises
-    ------
-    CheckFailed : the operation disagrees with its reference.
-    """
+    """Returns all rows; after each one, ``partial`` is rewritten with the rows so far."""
     rows: list[BenchRow] = []
     state = f"{cfg.op}: comparing it with its reference"
     began = time.monotonic()
@@ -127,12 +111,7 @@ def _check_sweep(cfg: BenchRunConfig, shape: Shape, options: Options) -> None:
 def _save_faster_tiles(
     rows: list[BenchRow], operation: str, shape: Shape, options: Options, commit: str | None, console: "Console"
 ) -> None:
-    """Saves the tiles that were faster than the shipped ones, and prints them.
-
-    Raises
-    ------
-    UserError : the shipped tiles have no time at some length, so that nothing can be compared with them.
-    """
+    """Saves the tiles that were faster than the shipped ones, which must have a time at each length, and prints them."""
     from msattn.kernels.common.primitives import padded_head  # imports Triton
 
     for row in rows:

@@ -44,18 +44,11 @@ Ctrl-C   stops an answer at its next token, and leaves at the prompt; pressed tw
 
 @dataclass(frozen=True)
 class Turn(Answer):
-    """An answer, and the numbers that are printed below it.
+    """An answer, and the numbers that are printed below it."""
 
-    Attributes
-    ----------
-    new_tokens : tokens of the prompt that were not in the cache.
-    cached_tokens : tokens in the cache after the answer.
-    interrupted : the answer was stopped by Ctrl-C.
-    """
-
-    new_tokens: int
-    cached_tokens: int
-    interrupted: bool
+    new_tokens: int  # tokens of the prompt that were not in the cache
+    cached_tokens: int  # tokens in the cache after the answer
+    interrupted: bool  # the answer was stopped by Ctrl-C
 
     @property
     def figures(self) -> dict[str, float]:
@@ -100,13 +93,7 @@ class StopOnInterrupt(StoppingCriteria):
 
 
 class Conversation:
-    """Messages, and the cache of their tokens.
-
-    Attributes
-    ----------
-    messages : the conversation so far; it ends with an answer.
-    cached : the tokens in the cache.
-    """
+    """Messages, which end with an answer, and the cache of their tokens (``cached``)."""
 
     def __init__(self, cfg: GenerateConfig, served: Served) -> None:
         self.cfg, self.loaded, self.options = cfg, served.loaded, served.options
@@ -120,9 +107,8 @@ class Conversation:
     def answer(self, message: str) -> Turn:
         """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains.
 
-        Raises
-        ------
-        UserError : the conversation exceeds the model's positions, or the chat template refuses it; nothing has changed then.
+        Raises UserError if the conversation exceeds the model's positions or the chat template refuses it; nothing has changed
+        then.
         """
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer
@@ -171,16 +157,7 @@ class Conversation:
 
 
 def chat(cfg: GenerateConfig, prompt: str = "") -> None:
-    """Answers the lines of standard input until it ends.
-
-    Parameters
-    ----------
-    prompt : the first message, before those of standard input; "" for none.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.commands.generate.generate`, or standard input is not UTF-8.
-    """
+    """Answers the lines of standard input until it ends; ``prompt`` is the message before them, "" for none."""
     served = load_served(cfg)
     around_prompt(served.loaded.tokenizer, cfg.chat)  # refuses chat=true without a template before the first message
     with attach(served.loaded.model, **served.options):
@@ -219,12 +196,7 @@ def _messages(prompt: str, conversation: Conversation, console: Console) -> Iter
 
 
 def _read_line() -> str | None:
-    """Returns the next line of standard input, or None if it has ended or Ctrl-C was pressed.
-
-    Raises
-    ------
-    UserError : it is not UTF-8.
-    """
+    """Returns the next line of standard input, or None if it has ended or Ctrl-C was pressed."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         with suppress(ImportError):

@@ -26,12 +26,7 @@ QUOTING = """and quote a value that holds spaces, commas or quotes twice, 'data.
 
 
 def compose(command: str, overrides: Sequence[str] = ()) -> Any:
-    """Returns the typed configuration of ``command`` with ``overrides``, without running or writing anything.
-
-    Raises
-    ------
-    UserError : Hydra or the schema refuses an override.
-    """
+    """Returns the typed configuration of ``command`` with ``overrides``, without running or writing anything."""
     with initialized_hydra(command) as hydra:
         return typed_config(compose_raw(hydra, command, overrides), command)
 
@@ -45,12 +40,7 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
 
 
 def typed_config(composed: Any, command: str) -> JobConfig:
-    """Returns the checked configuration of ``command``.
-
-    Raises
-    ------
-    UserError : the schema refuses a value.
-    """
+    """Returns the checked configuration of ``command``."""
     return typed(without_hydra(composed), COMMANDS[command].schema)
 
 

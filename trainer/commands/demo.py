@@ -22,18 +22,9 @@ STEPS = {  # commands and what they do
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
-    """Runs :data:`STEPS` with ``experiment=demo``, and prints the answers to a needle prompt.
+    """Runs :data:`STEPS` with ``experiment=demo``, prints the answers to a needle prompt and returns the HTML report.
 
-    The results replace those of an earlier demo.
-
-    Parameters
-    ----------
-    overrides : Hydra overrides that every command takes, e.g. ``outputs=/tmp/demo``.
-
-    Returns
-    -------
-    Path
-        The self-contained HTML report.
+    The results replace those of an earlier demo. ``overrides`` are ones that every command takes, e.g. ``outputs=/tmp/demo``.
     """
     from rich.console import Console
 

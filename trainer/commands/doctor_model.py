@@ -17,17 +17,7 @@ Row = tuple[str, str]
 
 
 def doctor_model(model: str, outputs: str = "outputs") -> list[Row]:
-    """Prints a table about a model, reading neither weights nor code, and returns its rows.
-
-    Parameters
-    ----------
-    model : an option of the group ``model``, a folder, or a Hub id.
-    outputs : folder whose artifacts are listed.
-
-    Raises
-    ------
-    UserError : there is no such model, or it is of no supported family.
-    """
+    """Prints a table about a model (an option of the group, a folder or a Hub id) from its configuration; returns its rows."""
     from rich.console import Console
     from rich.table import Table
 

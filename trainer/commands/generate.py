@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Returns the prompt, given as text or as a file.
-
-    Raises
-    ------
-    UserError : none or both are given, the file cannot be read, or the prompt is not UTF-8 or empty.
-    """
+    """Returns the prompt, which is given as text or as a file."""
     if (prompt is None) == (prompt_file is None):
         raise UserError("give one of --prompt and --prompt-file, or --chat")
     where = "--prompt" if prompt_file is None else f"--prompt-file {shown(prompt_file)}"
@@ -36,20 +31,9 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str, Answer]":
-    """Generates greedily with dense and with sparse attention, and prints each answer when it is there.
+    """Generates greedily with dense and with sparse attention, prints each answer when it is there and returns both by name.
 
-    Parameters
-    ----------
-    chat : chats with sparse attention instead, beginning with ``prompt`` if it is not empty.
-
-    Returns
-    -------
-    dict
-        The answers ``dense`` and ``sparse``; none of a chat.
-
-    Raises
-    ------
-    UserError : there is no artifact, an artifact does not fit the model, or the prompt exceeds the model's positions.
+    With ``chat`` it chats with sparse attention instead, from ``prompt`` on if that is not empty.
     """
     from rich.console import Console
 

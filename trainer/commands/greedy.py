@@ -33,12 +33,7 @@ class Served:
 
 
 def load_served(cfg: AnswerConfig) -> Served:
-    """Loads a model and its artifacts.
-
-    Raises
-    ------
-    UserError : there is no artifact, or the model or an artifact cannot be loaded.
-    """
+    """Loads a model and its artifacts, of which there must be one."""
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTERS if chosen[kind]), None)
@@ -77,18 +72,9 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
 
 @contextmanager
 def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: bool = False) -> Iterator[Tracker | None]:
-    """Yields a tracker that has recorded the artifacts of ``served``, or None with ``tracker=none``.
+    """Yields a tracker that has recorded the artifacts of ``served`` (None: served densely), or None with ``tracker=none``.
 
     Each start has a folder of its own, because the steps of two servers of a model would be taken for those of a resumed run.
-
-    Parameters
-    ----------
-    job, after_work : see :meth:`Tracker.of_job`.
-    served : the model with its artifacts; None for a model that is served densely.
-
-    Raises
-    ------
-    UserError : wandb is not installed, or its server cannot be reached.
     """
     if cfg.tracker.kind == "none":
         yield None
@@ -128,12 +114,7 @@ def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -
 
 
 class Clock(TokenClock):
-    """Records tokens and their times, and passes them on to another streamer.
-
-    Attributes
-    ----------
-    tokens : the new tokens.
-    """
+    """Records the new tokens and their times, and passes them on to another streamer."""
 
     def __init__(self, streamer: BaseStreamer | None = None) -> None:
         super().__init__()

@@ -34,12 +34,7 @@ MORE: Section = (
 
 
 def show(context: Any, topic: str | None) -> None:
-    """Prints the page of ``topic``; ``context`` is the command line's.
-
-    Raises
-    ------
-    UserError : there is no such topic.
-    """
+    """Prints the page of ``topic``; ``context`` is the command line's."""
     import typer
 
     program = context.parent.command
@@ -78,16 +73,7 @@ def overview(commands: dict[str, str]) -> list[Section]:
 
 
 def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
-    """Returns the page of a group, of a section such as ``eval.needle``, or of a key.
-
-    Parameters
-    ----------
-    commands : the names of all commands.
-
-    Raises
-    ------
-    UserError : there is no such topic.
-    """
+    """Returns the page of a group, of a section such as ``eval.needle``, or of a key; ``commands`` are the names of all."""
     name = topic.replace("/", ".")
     accepted = {command: known_keys(COMMANDS[command].schema) for command in COMMANDS}
     using = [command for command, keys in accepted.items() if name in keys and _uses(command, name)]

@@ -19,21 +19,13 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a command.
-
-    Attributes
-    ----------
-    value : the value that is composed, with resolved interpolations.
-    comment : the explanation in the schema.
-    choices : the values that the key, or each of its items, accepts; empty if it is not an enumeration.
-    only : what has the key, e.g. ``select=nucleus``, if the composed configuration lacks it.
-    """
+    """A key of a command."""
 
     name: str
-    value: Any
-    comment: str
-    choices: tuple[str, ...] = ()
-    only: str = ""
+    value: Any  # the value that is composed, with resolved interpolations
+    comment: str  # the explanation in the schema
+    choices: tuple[str, ...] = ()  # the values that the key, or each of its items, accepts; empty if it is not an enumeration
+    only: str = ""  # what has the key, e.g. ``select=nucleus``, if the composed configuration lacks it
 
     @property
     def override(self) -> str:
@@ -68,13 +60,7 @@ class CommandKeys:
 def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = False) -> CommandKeys:
     """Returns the groups and keys of ``command``, with the values that ``overrides`` compose.
 
-    Parameters
-    ----------
-    policies : also returns the keys of the selection policies that are not composed.
-
-    Raises
-    ------
-    UserError : Hydra refuses an override.
+    With ``policies`` also the keys of the selection policies that are not composed.
     """
     from omegaconf import OmegaConf
 

@@ -29,26 +29,12 @@ MOST_JOBS = 10_000  # of a sweep
 def launch(
     command: str, overrides: Sequence[str], *, config_dir: Path | None = None, multirun: bool = False, **arguments: Any
 ) -> list[Any]:
-    """Runs the job of ``command`` once, or once for each point of a sweep.
+    """Runs the job of ``command``, once or for each point of a sweep, with ``arguments``; returns what each job returned.
 
-    Parameters
-    ----------
-    command : a key of :data:`COMMANDS`.
-    overrides : Hydra overrides.
-    config_dir : an additional folder of configuration groups.
-    multirun : sweeps over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of a
-        training job is its number, unless ``name`` is given or interpolates other values.
-    **arguments : passed to the job with its configuration.
+    A sweep (``multirun``) goes over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of
+    a training job is then its number, unless ``name`` is given or interpolates other values. ``config_dir`` has further groups.
 
-    Returns
-    -------
-    list
-        The return value of each job.
-
-    Raises
-    ------
-    UserError : the configuration is refused, or the job raised it.
-    Fault : the job raised it.
+    Raises UserError if the configuration is refused, and the UserError or Fault of a job.
     """
     name = COMMANDS[command].config
     overrides = with_search_path(overrides, config_dir)
@@ -124,10 +110,6 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     """Composes and types every point of ``sweep``, so that a mistake in a later point stops the sweep before its first job.
 
     Applies only to Hydra's basic sweeper, because other sweepers choose points while they run.
-
-    Raises
-    ------
-    UserError : a point is refused; the message names its number.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.utils import get_class

@@ -29,18 +29,9 @@ WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up t
 
 
 def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
-    """Returns the overrides that ``--model`` and ``--data`` stand for.
+    """Returns the overrides that ``--model`` and ``--data`` stand for, beside the other ``overrides`` of ``command``.
 
-    Parameters
-    ----------
-    model : a folder or Hub id of a Hugging Face model, a GGUF file, or an option of the group ``model``.
-    data : a text file, a folder or a glob.
-    overrides : the other overrides.
-    command : the command that they are for, whose training has smaller presets on a CPU.
-
-    Raises
-    ------
-    UserError : there is no such model, or no text file, or another override names a model or text too.
+    A model is a folder or Hub id, a GGUF file, or an option of the group ``model``; data a text file, a folder or a glob.
     """
     for group, value in {"model": model, "data": data}.items():
         if value is not None and (given := [each for each in overrides if each.startswith(f"{group}=")]):

@@ -31,11 +31,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
     """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished.
 
-    Raises
-    ------
-    UserError : a library is missing or too old, the address is taken or none, the key is no key, memory is too small for the KV
-        cache, the model or an artifact cannot be served, or the tracker cannot start.
-    Fault : the thread that generates, or the HTTP server, ended by itself.
+    Raises Fault if the thread that generates, or the HTTP server, ended by itself.
     """
     check_libraries()
     check_key(api_key)
@@ -102,15 +98,7 @@ def server(
 ) -> "Iterator[tuple[Engine, Supervisor]]":
     """Starts the engine of a loaded model, and yields it with a supervisor that has yet to run.
 
-    Parameters
-    ----------
-    sparse : what :func:`msattn.attach` yielded for the model; None serves it densely.
-    api_key : the key that requests must bring; None accepts all.
-    tracker : receives the metrics while the engine runs; None for no tracking.
-
-    Raises
-    ------
-    UserError : the model cannot be served, or memory is too small for the KV cache.
+    ``sparse`` is what :func:`msattn.attach` yielded for the model, None if it is served densely.
     """
     from msattn.trainer.serving.engines.http.app import Guard, Service
     from msattn.trainer.serving.engines.http.engine import Engine

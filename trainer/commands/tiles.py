@@ -14,24 +14,11 @@ from msattn.trainer.storage.replace import replace_file
 def save_tiles(
     gpu: str, head_bytes: int, swept: set[str], faster: Mapping[str, tuple[Tile, float]], commit: str | None = None
 ) -> Path:
-    """Replaces the entries of the swept kernels in the user's file for ``gpu``.
+    """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the file.
 
-    Parameters
-    ----------
-    gpu : name of the GPU, as PyTorch gives it.
-    head_bytes : size of the heads that the tiles are for (``tuned.head_bytes``).
-    swept : kernels whose tiles were compared; those that are not in ``faster`` return to their shipped tile.
-    faster : ``{kernel: (tile, speedup over the shipped tile)}``.
-    commit : commit of the checkout that was timed.
-
-    Returns
-    -------
-    Path
-        The file. Entries of other kernels and head sizes remain, unless the file was written for another version of Triton.
-
-    Raises
-    ------
-    UserError : the file cannot be written.
+    Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless the file was written for another version of
+    Triton. ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their
+    shipped tile. ``commit`` is that of the checkout that was timed.
     """
     path = tuned.user_tiles_path(gpu)
     new = [

@@ -85,9 +85,7 @@ def key(text: str, *, default: Any = dataclasses.MISSING) -> Any:
 def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]], type[Config]]:
     """Makes a class a frozen dataclass that checks its values; their keys in error messages begin with ``prefix``.
 
-    Raises
-    ------
-    UserError : from the dataclass, for an unknown key, a missing value, or one of another type or out of range.
+    The dataclass raises UserError for an unknown key, a missing value, or one of another type or out of range.
     """
 
     def decorate(cls: type[Config]) -> type[Config]:
@@ -115,11 +113,8 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
 def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
     """Returns the first error that pydantic found as one line with the key, its value and what is accepted.
 
-    Parameters
-    ----------
-    kind : the dataclass that ``values`` do not fit.
-    prefix : beginning of the key.
-    known : all keys, for the nearest one to an unknown key; by default those of the dataclass that lacks it.
+    ``kind`` is the dataclass that ``values`` do not fit. ``known`` are all keys, for the nearest one to an unknown key; by
+    default those of the dataclass that lacks it.
     """
     first = error.errors(include_url=False)[0]
     path, value = list(map(str, first["loc"])), first["input"]

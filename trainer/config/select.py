@@ -221,14 +221,10 @@ for _kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale):
 
 
 def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:
-    """Returns the selection that a user describes.
+    """Returns the selection that a user describes: one, its keys, or the name of a policy or of a baseline's scores.
 
-    Raises UserError: an unknown name or key, a value out of range, or a ``sparsity`` for a policy that has none.
-
-    Parameters
-    ----------
-    select : a selection, its keys, the name of a policy, or that of a baseline's scores, of which the top blocks are read.
-    sparsity : replaces the ``sparsity`` of the policy.
+    Of the latter the top blocks are read. ``sparsity`` replaces that of the policy. Raises UserError for an unknown name or
+    key, a value out of range, or a ``sparsity`` for a policy that has none.
     """
     if isinstance(select, str):
         one_of("select", select, (*POLICIES, *BASELINES))

@@ -38,15 +38,9 @@ def cached(
     """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
 
     A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
-    are made in less than :data:`LEAST_SECONDS` are not kept.
-
-    Parameters
-    ----------
-    folder : None keeps nothing.
-    what : name of the array for messages, such as ``tokens of the documents of data.path=books``.
-    identity : returns, as JSON values, everything that the array depends on; None if that is not known, and nothing is kept.
-    quiet : do not print where the array is kept.
-    however_short : also keep an array that was made in less time.
+    are made in less than :data:`LEAST_SECONDS` are kept only if ``however_short``; ``folder=None`` keeps nothing. ``what``
+    names the array in messages. ``identity`` returns, as JSON values, everything that the array depends on; None if that is not
+    known, and nothing is kept.
     """
     key = _key(identity) if folder is not None else None
     if folder is None or key is None:

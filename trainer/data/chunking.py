@@ -32,12 +32,7 @@ _BATCH_CHARACTERS = 2**23
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
-    """Chunks of ``seq_len`` tokens; item ``i`` is ``{"input_ids": int64 [seq_len]}``.
-
-    Attributes
-    ----------
-    fingerprint : hash of the tokens of all chunks in order, recorded in manifests.
-    """
+    """Chunks of ``seq_len`` tokens, with a hash of them all for manifests; item ``i`` is ``{"input_ids": int64 [seq_len]}``."""
 
     def __init__(self, tokens: np.ndarray, tokenizer: Any) -> None:
         self._tokens = tokens  # [chunks, seq_len]
@@ -70,19 +65,13 @@ def chunks(
     seq_len: int | None = None,
     num_chunks: int | None = None,
 ) -> Chunks:
-    """Cuts the documents of ``cfg`` into chunks, in an order drawn from ``seed``.
+    """Cuts the documents of ``cfg``, or the held-out ones, into chunks, in an order drawn from ``seed``.
 
-    Parameters
-    ----------
-    tokenizer : a Hugging Face tokenizer.
-    heldout : use the held-out documents instead of the training documents.
-    seq_len, num_chunks : override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are used; if
-        there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed.
+    ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
+    used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed.
 
-    Raises
-    ------
-    UserError : as :func:`documents`; too few tokens for one chunk; a ``hub`` source without ``num_chunks``; ``cfg.bos`` with a
-        tokenizer that has no BOS token.
+    Raises UserError as :func:`documents`; for too few tokens for one chunk; a ``hub`` source without ``num_chunks``;
+    ``cfg.bos`` with a tokenizer that has no BOS token.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
@@ -110,12 +99,7 @@ def chunks(
 def training_chunks(
     cfg: DataConfig, tokenizer: Any, *, seed: int, num_heldout: int, num_chunks: int | None = None
 ) -> tuple[Chunks, Chunks]:
-    """Returns the chunks of a training run and ``num_heldout`` held-out ones, whose texts have nothing in common.
-
-    Raises
-    ------
-    UserError : as :func:`chunks`; held-out text is also training text (:func:`msattn.trainer.data.overlap.check_heldout`).
-    """
+    """Returns the chunks of a training run and ``num_heldout`` held-out ones, whose texts must have nothing in common."""
     check_heldout(cfg)
     train = chunks(cfg, tokenizer, seed=seed, num_chunks=num_chunks)
     return train, chunks(cfg, tokenizer, seed=seed, heldout=True, num_chunks=num_heldout)
@@ -196,9 +180,7 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Returns the tokens of each text, without special tokens.
 
-    Raises
-    ------
-    UserError : the tokenizer fails, as one does whose regular expressions take too many steps on a text.
+    Raises UserError if the tokenizer fails, as one does whose regular expressions take too many steps on a text.
     """
     try:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

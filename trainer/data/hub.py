@@ -14,12 +14,7 @@ PARQUET_BRANCH = "refs/convert/parquet"  # where the Hub keeps a copy of many da
 
 
 def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a split of the dataset ``cfg.path``, in its order.
-
-    Raises
-    ------
-    UserError : the library ``datasets`` is missing, or the dataset cannot be loaded or read, or is a script.
-    """
+    """Yields the rows of a split of the dataset ``cfg.path``, in its order; refuses datasets that are a script."""
     builder = _builder(cfg)
     with _refused(cfg):
         rows = iter(builder.as_streaming_dataset(split=split))

@@ -13,20 +13,12 @@ from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text, of which a share is replaced by the tasks of :mod:`msattn.trainer.data.tasks`.
+    """``length`` chunks of text, each of which is with the probability ``share`` one of :mod:`msattn.trainer.data.tasks`
+    instead.
 
     Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
-    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
-
-    Parameters
-    ----------
-    chunks : source of the text, also of the text around the tasks.
-    share : probability that an item is a task, in [0, 1].
-    length : number of items.
-
-    Raises
-    ------
-    UserError : the tokenizer has no tokens of whole words.
+    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted. ``chunks`` are also the text around the
+    tasks.
     """
 
     def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:

@@ -32,11 +32,7 @@ def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
     """Raises UserError if much of the held-out text of ``heldout`` is training text of ``train``; warns if some of it is.
 
     Letter case and white space do not count. Of a streamed dataset, the first :data:`STREAMED` characters are compared. The
-    outcome is kept in ``train.cache``.
-
-    Parameters
-    ----------
-    named : the setting that names the held-out text, for messages.
+    outcome is kept in ``train.cache``. ``named`` is the setting that names the held-out text, for messages.
     """
 
     def identity() -> list[object] | None:
@@ -51,13 +47,7 @@ def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
 
 
 def refuse_shared(shared: int, total: int, named: str, training: str) -> None:
-    """Raises UserError if over :data:`REFUSED_SHARE` of the windows of held-out text are shared; warns of fewer.
-
-    Parameters
-    ----------
-    shared, total : as returned by :func:`shared_windows`.
-    named, training : the settings that name the held-out and the training text, for messages.
-    """
+    """Raises UserError if over :data:`REFUSED_SHARE` of the windows of held-out text are shared; warns of fewer."""
     message = f"{named}: {shared:,} of its {total:,} compared passages of {WINDOW} characters are also in {training}"
     if shared > REFUSED_SHARE * total:
         raise UserError(f"{message}; accepted is text that training does not see")

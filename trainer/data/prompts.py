@@ -29,12 +29,7 @@ class Prompt:
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Reads a jsonl file.
-
-    Raises
-    ------
-    UserError : there is no path, the file cannot be read or is empty, or a line has another form; the message names the line.
-    """
+    """Reads a jsonl file; a refusal names the line."""
     key = f"eval.prompts.path={shown(path)}"
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")

@@ -51,10 +51,8 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     text is held out instead. ``cfg.needles`` injects needles into both splits
     (:func:`msattn.trainer.data.tasks.injection.inject_needles`).
 
-    Raises
-    ------
-    UserError : a path that does not exist or has no text file, a damaged file or one of another type, text that is not UTF-8
-        (the message names the byte), a missing column, a Hub dataset that does not load.
+    Raises UserError for a path that does not exist or has no text file, a damaged file or one of another type, text that is not
+    UTF-8 (the message names the byte), a missing column, and a Hub dataset that does not load.
     """
     for document in plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
@@ -153,14 +151,7 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
 def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
     """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row.
 
-    Parameters
-    ----------
-    key : the argument that gives ``path``, for messages.
-    column : of jsonl and parquet files.
-
-    Raises
-    ------
-    UserError : as :func:`documents`.
+    ``key`` is the argument that gives ``path``, for messages.
     """
     root = Path(os.path.expanduser(path))
     most, left = largest_text(), largest_corpus()

@@ -16,17 +16,10 @@ Schema = TypeVar("Schema")
 
 
 def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
-    """Returns the object in a JSON file.
+    """Returns the object in a JSON file of at most ``max_bytes``; ``where`` begins error messages.
 
-    Parameters
-    ----------
-    where : beginning of error messages, such as ``artifact outputs/tiny/base/gate: manifest.json``.
-    max_bytes : largest accepted size of the file.
-
-    Raises
-    ------
-    UserError : the file is missing, not regular, too large or not UTF-8; it is not an object, or holds NaN or
-        infinity, or nests too deeply.
+    Raises UserError if the file is missing, not regular, too large or not UTF-8; if it is not an object, or holds NaN or
+    infinity, or nests too deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
@@ -42,10 +35,8 @@ def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Returns the mapping in a YAML text; ``where`` begins error messages.
 
-    Raises
-    ------
-    UserError : it is not valid YAML, nests too deeply, or has a tag, an alias, NaN, infinity or a value that
-        JSON lacks, such as a date.
+    Raises UserError if it is not valid YAML, nests too deeply, or has a tag, an alias, NaN, infinity or a value that JSON
+    lacks, such as a date.
     """
     import yaml
 
@@ -66,12 +57,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, where: str, max_bytes: int) -> str:
-    """Returns the text of a regular file.
-
-    Raises
-    ------
-    UserError : the file is missing, not regular, unreadable, larger than ``max_bytes``, or not UTF-8.
-    """
+    """Returns the text of a regular UTF-8 file of at most ``max_bytes``; refuses others."""
     check_regular(path, where)
     try:
         with path.open("rb") as file:
@@ -119,13 +105,10 @@ def root_of_links(folder: Path) -> Path:
 
 
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Returns ``document`` as an instance of the dataclass ``schema``; types that differ are refused.
+    """Returns ``document`` as an instance of the dataclass ``schema``; refuses missing keys and other types, without
+    conversion.
 
     Keys that the schema lacks are ignored, or refused if its ``__pydantic_config__`` forbids them.
-
-    Raises
-    ------
-    UserError : the message names the first key that is missing, unknown or of another type.
     """
     from pydantic import TypeAdapter, ValidationError
 

@@ -33,12 +33,7 @@ def folder_hashes(folder: Path, *without: str) -> dict[str, str]:
 
 
 def first_difference(folder: Path, hashes: Mapping[str, str], *without: str) -> str | None:
-    """Returns a clause about the first file below ``folder`` that differs from ``hashes``, or None if all are as written.
-
-    Raises
-    ------
-    OSError : a file cannot be read.
-    """
+    """Returns a clause about the first file below ``folder`` that differs from ``hashes``, or None if all are as written."""
     found = folder_hashes(folder, *without)
     for name in sorted(hashes):
         if name not in found:
@@ -53,16 +48,9 @@ class DamagedFile(ValueError):
 
 
 def read_hashed(path: Path, digest: Digest | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors (memory-mapped) and the metadata of a file.
+    """Returns the tensors (memory-mapped) and the metadata of a file; ``digest=None`` does not compare the hash.
 
-    Parameters
-    ----------
-    digest : as for :func:`write_hashed`; None does not compare the hash.
-
-    Raises
-    ------
-    FileNotFoundError : there is no such file.
-    DamagedFile : it cannot be read, or its hash differs.
+    Raises FileNotFoundError, or DamagedFile if the file cannot be read or its hash differs.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -78,23 +66,13 @@ def read_hashed(path: Path, digest: Digest | None) -> tuple[dict[str, Tensor], d
 
 
 def write_hashed(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], digest: Digest) -> None:
-    """Replaces a file by ``tensors``, ``metadata`` and the hash of both; readers see the old file or the new one.
-
-    Raises
-    ------
-    OSError, SafetensorError : the file cannot be written.
-    """
+    """Replaces a file by ``tensors``, ``metadata`` and the hash of both; readers see the old file or the new one."""
     with replace_file(path) as new:
         save_tensors(new, tensors, metadata | {"hash": digest(tensors, metadata)})
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, the same bytes each time: the library itself writes metadata in random order.
-
-    Raises
-    ------
-    OSError, SafetensorError : the file cannot be written.
-    """
+    """Writes a safetensors file, the same bytes each time: the library itself writes metadata in random order."""
     save_file(tensors, path, metadata=metadata)
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")

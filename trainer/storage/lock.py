@@ -23,11 +23,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of ``folder``, the file ``.<name>.lock`` beside it, inside the context.
 
     The lock ends with the process, however that ends. A thread may enter several times. Ranks of one ``torchrun`` share the
-    lock, which rank 0 holds.
-
-    Raises
-    ------
-    UserError : another process or thread holds it; the message names its process id and host.
+    lock, which rank 0 holds. Raises UserError with process id and host if another process or thread holds it.
     """
     path = _lock_file(folder)
     if os.environ.get("RANK", "0") != "0":
@@ -50,10 +46,6 @@ def locked_in_turn(file: Path) -> Iterator[None]:
     """Holds the lock ``.<name>.lock`` beside ``file`` inside the context, and waits while another process or thread holds it.
 
     Unlike :func:`locked`, each rank takes it. A process that ends, however it does, passes the lock on.
-
-    Raises
-    ------
-    UserError : the folder is not writable.
     """
     with _hold(FileLock(_lock_file(file), fallback_to_soft=False), file):
         yield

@@ -19,11 +19,9 @@ MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 3
 class ModelFiles:
     """The files of a model.
 
-    Attributes
-    ----------
-    name : the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages.
-    source : a local folder, a GGUF file, which stands for a folder without other files, or a Hub id.
-    revision : branch, tag or commit of a Hub model, see :meth:`at_one_commit`.
+    ``name`` is the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages. ``source`` is a
+    local folder, a GGUF file, which stands for a folder without other files, or a Hub id, of which ``revision`` is a branch,
+    tag or commit.
     """
 
     name: str
@@ -50,12 +48,7 @@ class ModelFiles:
         return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
     def locate(self, file: str) -> Path | None:
-        """Returns the path of a file, which is downloaded if necessary; None if there is none. The file may be of any type.
-
-        Raises
-        ------
-        UserError : the folder cannot be searched.
-        """
+        """Returns the path of a file of any type, which is downloaded if necessary; None if there is none."""
         if self.folder is None:
             return self._download(file, False)
         try:
@@ -81,9 +74,7 @@ class ModelFiles:
     def find(self, file: str, required: bool = False) -> Path | None:
         """Returns the path of a file; None if there is none.
 
-        Raises
-        ------
-        UserError : it is no regular file, or a link that leaves the folder; a ``required`` file cannot be found.
+        Raises UserError if it is no regular file, or a link that leaves the folder, or is ``required`` and cannot be found.
         """
         found = self._download(file, True) if self.folder is None and required else self.locate(file)
         if found is None and required:
@@ -152,16 +143,10 @@ def local_folder(path: str) -> Path | None:
 
 
 def local_model(path: str, name: str) -> Path | None:
-    """Returns the folder or the GGUF file of a local model: of a folder without other weights, the one GGUF file in it.
+    """Returns the folder or the GGUF file of a local model, or None; of a folder without other weights, the one GGUF file in
+    it.
 
-    Parameters
-    ----------
-    path : as the user gave it; None is returned if there is no such folder or GGUF file.
-    name : the argument that names the model, for messages.
-
-    Raises
-    ------
-    UserError : the folder has several GGUF files.
+    Raises UserError, beginning with ``name``, if the folder has several GGUF files.
     """
     if _is_gguf(file := Path(os.path.expanduser(path))):
         return file

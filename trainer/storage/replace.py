@@ -24,10 +24,6 @@ def replace_file(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
     lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
-
-    Raises
-    ------
-    OSError : the file cannot be written.
     """
     new = _sibling(path, "new")  # a killed process may have left one, which is written anew
     try:
@@ -44,10 +40,6 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replaces a CSV file; its columns are the keys of all rows, in the order of their first appearance.
 
     It is written whole, since later rows may have additional columns.
-
-    Raises
-    ------
-    UserError : the file cannot be written.
     """
     try:
         with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
@@ -61,10 +53,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
     """Yields ``rows`` as they are measured; before each, ``path`` is rewritten with the records of all so far.
 
-    Raises
-    ------
-    UserError : the file cannot be written.
-    KeyboardInterrupt : of the measurement; the message says that its rows are in ``path``.
+    The message of a KeyboardInterrupt says that the rows are in ``path``.
     """
     written: list[Mapping[str, Any]] = []
     try:
@@ -81,16 +70,8 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
     """Yields a temporary sibling folder, which is synced to disk and takes the place of ``folder`` when the block ends.
 
     After a kill or an error ``folder`` is the old or the complete new one; the next run removes what a kill left beside it. The
-    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`).
-
-    Parameters
-    ----------
-    keep : returns the path to which the old folder is renamed; None deletes it.
-    resumes : ``resume=true`` continues the run after a failed write, for the error message.
-
-    Raises
-    ------
-    UserError : a file cannot be written, as on a full disk, or ``folder`` is a symbolic link.
+    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`). ``keep`` returns the path to which the old
+    folder is renamed; None deletes it. ``resumes`` is for the message of a failed write: ``resume=true`` continues the run.
     """
     check_no_link(folder)
     new = _sibling(folder, "new")
@@ -117,13 +98,7 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
 
 
 def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> None:
-    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep.
-
-    Raises
-    ------
-    OSError : the folders beside ``folder`` cannot be renamed.
-    UserError : ``folder`` is a symbolic link.
-    """
+    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep."""
     check_no_link(folder)
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
     _remove(new)

@@ -41,13 +41,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class TrainingCallback(TrainerCallback):
     """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete checkpoints.
 
-    Parameters
-    ----------
-    evaluate : returns the metrics to log every ``train.eval_every`` steps and after the last one.
-    settings : stored in each checkpoint, see :func:`msattn.trainer.training.checkpoints.resume_settings`.
-    previous : result of the run that is resumed, zero steps for a new one.
-    stop_consensus : lets all ranks stop after the same step.
-    tokens : tokens of an item, None if items have none.
+    ``evaluate`` returns the metrics to log every ``train.eval_every`` steps and after the last one. ``settings`` are stored in
+    each checkpoint (:func:`msattn.trainer.training.checkpoints.resume_settings`). ``previous`` is the result of the run that is
+    resumed. ``stop_consensus`` lets all ranks stop after the same step. ``tokens`` are those of an item, None if items have
+    none.
     """
 
     def __init__(

@@ -38,38 +38,22 @@ _CHANGEABLE = ("log_every", "save_every", "num_workers")
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Result of :func:`msattn.trainer.training.loop.fit`, including the runs that it resumed.
+    """Result of :func:`msattn.trainer.training.loop.fit`, including the runs that it resumed."""
 
-    Attributes
-    ----------
-    steps : optimizer steps.
-    seconds : wall-clock time.
-    losses : means over the last logging interval: ``loss`` and one entry per part.
-    metrics : result of the last evaluation.
-    """
-
-    steps: int
-    seconds: float
-    losses: dict[str, float]
-    metrics: dict[str, float]
+    steps: int  # optimizer steps
+    seconds: float  # wall-clock time
+    losses: dict[str, float]  # means over the last logging interval: ``loss`` and one entry per part
+    metrics: dict[str, float]  # result of the last evaluation
 
 
 @dataclass(frozen=True)
 class Marker:
-    """Content of :data:`MARKER`.
+    """Content of :data:`MARKER`."""
 
-    Attributes
-    ----------
-    settings : of the run, see :func:`resume_settings`.
-    result : at this checkpoint.
-    files : hashes of all other files of the checkpoint.
-    checksum : of the three.
-    """
-
-    settings: dict[str, Any]
-    result: TrainingResult
-    files: dict[str, str]
-    checksum: str
+    settings: dict[str, Any]  # of the run, see :func:`resume_settings`
+    result: TrainingResult  # at this checkpoint
+    files: dict[str, str]  # hashes of all other files of the checkpoint
+    checksum: str  # of the three
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
@@ -124,14 +108,7 @@ def resume_settings(
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
     """Returns the newest intact checkpoint, or None, and removes newer and incomplete ones; without ``resume``, all of them.
 
-    Parameters
-    ----------
-    settings : must equal those that the checkpoint was written with.
-    writes : True in the process that reads and removes checkpoints; the others receive its choice.
-
-    Raises
-    ------
-    UserError : the run to resume had other settings, all of its checkpoints are damaged, or one cannot be removed.
+    ``settings`` must equal those that the checkpoint was written with. One process ``writes``; the others receive its choice.
     """
     choice: list[Any] = [None]
     if writes:
@@ -188,12 +165,7 @@ def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any])
 
 @contextmanager
 def handle_write_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns a failed write of ``checkpoint`` into a one-line error and removes the checkpoint, unless it is complete.
-
-    Raises
-    ------
-    UserError : the disk is full, or a write fails for another reason that the user can correct.
-    """
+    """Turns a failed write of ``checkpoint`` into a one-line error and removes the checkpoint, unless it is complete."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
@@ -226,12 +198,7 @@ def remove_older(checkpoints: Path) -> None:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """Returns the marker of a complete checkpoint.
-
-    Raises
-    ------
-    UserError : the marker is damaged, or was written by a version of msattn without hashes.
-    """
+    """Returns the marker of a complete checkpoint; refuses a damaged one, and one without hashes of an older version."""
     content = read_json(checkpoint / MARKER, f"{checkpoint}: {MARKER}", MAX_MARKER_BYTES)
     marker = checked(content, Marker, f"{checkpoint}: {MARKER}")
     if content.pop("checksum") != _checksum(content):
@@ -244,12 +211,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def load_weights(module: nn.Module, checkpoint: Path) -> None:
-    """Loads the weights of ``checkpoint`` into ``module``.
-
-    Raises
-    ------
-    UserError : the weights do not fit the module.
-    """
+    """Loads the weights of ``checkpoint`` into ``module``, which they must fit."""
     try:
         if (checkpoint / SHARDS).is_dir():
             weights = module.state_dict()

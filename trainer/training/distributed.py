@@ -38,10 +38,6 @@ class StopConsensus:
     """Agreement of all ranks on the step after which training stops, although a signal may reach only one of them.
 
     Uses a gloo process group of its own, so that no rank waits for its GPU.
-
-    Parameters
-    ----------
-    world_size : number of ranks; 1 needs no communication.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -150,13 +150,7 @@ def fit(
 
 
 def _train(trainer: Trainer, callback: TrainingCallback, checkpoints: Path, last: Path | None) -> None:
-    """Trains to the last step, or to the end of the step in which a first signal came.
-
-    Raises
-    ------
-    KeyboardInterrupt : a second signal came, or a first one that also ended data workers.
-    Fault : a data worker was killed.
-    """
+    """Trains to the last step, or to the end of the step in which a first signal came; a second one stops at once."""
     try:
         trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
         _ignore_data_workers(callback.train)

@@ -22,20 +22,10 @@ MAX_SETTINGS_BYTES = 8_000_000
 class FinishedParts:
     """A folder with one safetensors file for each finished part of a job.
 
-    A part records its name and the hash of its tensors, its note and the settings. A damaged part, or one under the name of
-    another, counts as missing, so that the job makes it again. Ranks that share the folder must all open it before any of them
-    saves, rank 0 first.
-
-    Parameters
-    ----------
-    folder : Path
-    settings : dict
-        Everything that the parts depend on, as JSON values. Parts that were made with other settings are removed, or refused
-        if ``resume`` is set.
-
-    Raises
-    ------
-    UserError : ``resume`` is set and the settings differ or cannot be read, or the disk is full.
+    A part records its name and the hash of its tensors, its note and the settings: everything that parts depend on, as JSON
+    values. Parts that were made with other settings are removed, or refused if ``resume`` is set. A damaged part, or one under
+    the name of another, counts as missing, so that the job makes it again. Ranks that share the folder must all open it before
+    any of them saves, rank 0 first.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
@@ -95,12 +85,7 @@ class FinishedParts:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, Tensor], note: object = None) -> None:
-        """Saves ``tensors`` and ``note`` (any JSON value) as the part ``name``, atomically.
-
-        Raises
-        ------
-        UserError : the disk is full.
-        """
+        """Saves ``tensors`` and ``note`` (any JSON value) as the part ``name``, atomically."""
         try:
             write_hashed(self._path(name), tensors, {"note": json.dumps(note)}, self._digest(name))
         except (OSError, SafetensorError) as error:
@@ -108,12 +93,7 @@ class FinishedParts:
         self._intact.add(name)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Returns the tensors (memory-mapped) and the note of the part ``name``.
-
-        Raises
-        ------
-        UserError : the part is damaged.
-        """
+        """Returns the tensors (memory-mapped) and the note of the part ``name``; refuses a damaged one."""
         if name not in self:
             raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again, which makes it again")
         tensors, metadata = read_hashed(self._path(name), None)  # it is intact, see __contains__

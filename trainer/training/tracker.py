@@ -22,12 +22,8 @@ class Tracker:
     """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
     Only rank 0 writes. A resumed run appends to the file, see :meth:`cut`, and to the same wandb run. On a full disk lines are
-    dropped as a whole with one message, and the run continues.
-
-    Attributes
-    ----------
-    offset : steps of earlier stages of the run, added to every logged step.
-    step : current optimizer step, updated by the training loop.
+    dropped as a whole with one message, and the run continues. ``step`` is the optimizer step, updated by the training loop;
+    ``offset``, the steps of earlier stages of the run, is added to every logged step.
     """
 
     def __init__(self, folder: Path, run: WandbRun | None, *, writes: bool) -> None:
@@ -39,12 +35,10 @@ class Tracker:
 
     @classmethod
     def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
-        """Starts the tracker that ``cfg`` configures, see :meth:`start`.
+        """Starts the tracker that ``cfg`` configures for the command ``job``, see :meth:`start`.
 
-        Parameters
-        ----------
-        job : the command.
-        after_work : the results are already written: if wandb fails to start, a warning says so, and only the file is written.
+        With ``after_work`` the results are already written: if wandb fails to start, a warning says so, and only the file is
+        written.
         """
         config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:
@@ -71,11 +65,8 @@ class Tracker:
     ) -> "Tracker":
         """Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key).
 
-        With ``resume`` the wandb run is that of the run before in this folder, if there was one.
-
-        Raises
-        ------
-        UserError : wandb is requested but not installed, or its server cannot be reached.
+        With ``resume`` the wandb run is that of the run before in this folder, if there was one. Raises UserError if wandb is
+        not installed, or its server cannot be reached.
         """
         folder = Path(folder)
         writes = os.environ.get("RANK", "0") == "0"

@@ -45,17 +45,11 @@ class WandbRun:
         *,
         resume: bool = False,
     ) -> "WandbRun":
-        """Starts a run, offline without an API key.
+        """Starts a run, offline without an API key; with ``resume`` goes on with the one whose id is in ``folder``, if there is
+        one.
 
-        Parameters
-        ----------
-        job : the command, wandb's ``job_type``.
-        tags : what the command worked on, e.g. model and name; they also name its artifacts.
-        resume : continues the run whose id is in ``folder``, if there is one.
-
-        Raises
-        ------
-        UserError : wandb is not installed, or its server cannot be reached.
+        ``job`` is the command, wandb's ``job_type``. ``tags`` say what it worked on, e.g. model and name; they also name its
+        artifacts. Raises UserError if wandb is not installed, or its server cannot be reached.
         """
         try:
             import wandb
@@ -118,10 +112,7 @@ class WandbRun:
     def log_artifact(self, folder: Path, record: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> None:
         """Records a folder that the run wrote: as a reference, or with its files if ``tracker.upload`` is set.
 
-        Parameters
-        ----------
-        record : kind, folder and content hash.
-        manifest : that of an artifact. Models have none and are not uploaded.
+        Models have no ``manifest`` and are not uploaded.
         """
         import wandb
 
@@ -142,13 +133,7 @@ class WandbRun:
         self._send(f"artifact {folder}", log_artifact)
 
     def use_artifact(self, record: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Records an artifact that the run read, as an input of the run if it was uploaded and the run is online.
-
-        Parameters
-        ----------
-        record : kind, folder and content hash.
-        config : the configuration of the command that wrote it.
-        """
+        """Records an artifact that the run read, as an input of the run if it was uploaded and the run is online."""
         kind, content_hash = record["kind"], record["content_hash"]
         self.summary({f"read/{kind}": content_hash})
         uploaded = uploaded_as(kind, config)

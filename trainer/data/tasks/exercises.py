@@ -41,18 +41,11 @@ _COLOURS, _THINGS = _COLOUR_WORDS.split(), _THING_WORDS.split()
 
 @dataclass(frozen=True)
 class Exercise:
-    """Facts, and what is asked about them.
+    """Facts, and what is asked about them."""
 
-    Attributes
-    ----------
-    facts : texts that are hidden in the context, in this order.
-    turns : questions, each with the answer that follows it after a space.
-    example : a small exercise of the same form with its answer, which stands before the context; or nothing.
-    """
-
-    facts: tuple[str, ...]
-    turns: tuple[tuple[str, str], ...]
-    example: str = ""
+    facts: tuple[str, ...]  # texts that are hidden in the context, in this order
+    turns: tuple[tuple[str, str], ...]  # questions, each with the answer that follows it after a space
+    example: str = ""  # a small exercise of the same form with its answer, which stands before the context; or nothing
 
 
 Task = Callable[[Rng, int, Sequence[str]], Exercise]  # (rng, room, words): room in tokens, words for keys and lists

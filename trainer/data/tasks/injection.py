@@ -12,16 +12,10 @@ Fact = tuple[str, str]  # a statement, and a question with its answer
 
 
 def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 16) -> str:
-    """Inserts facts between the lines of ``text``: half of them new, half repetitions of recent ones.
+    """Inserts facts, drawn from ``name``, between the lines of ``text``: half of them new, half repetitions of recent ones.
 
     The wordings are those of :data:`msattn.trainer.data.tasks.wordings.TRAINING`. A repetition is the statement again, or a
-    question and its answer.
-
-    Parameters
-    ----------
-    name : seed of the facts.
-    min_distance : minimum number of characters between two insertions.
-    window : number of most recent facts from which repetitions are drawn.
+    question and its answer, of one of the ``window`` most recent facts. ``min_distance`` characters lie between two insertions.
     """
     rng = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
     recent: deque[Fact] = deque(maxlen=window)

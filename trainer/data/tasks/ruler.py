@@ -33,16 +33,10 @@ class TooFewWords(ValueError):
 
 @dataclass(frozen=True)
 class Haystack:
-    """The text around needles.
+    """The text around needles."""
 
-    Attributes
-    ----------
-    text : words, separated by single spaces.
-    words : its distinct words of 4 to 9 lower-case letters, sorted.
-    """
-
-    text: list[str]
-    words: list[str]
+    text: list[str]  # words, separated by single spaces
+    words: list[str]  # its distinct words of 4 to 9 lower-case letters, sorted
 
     @classmethod
     def from_text(cls, text: str) -> "Haystack":
@@ -62,18 +56,11 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt.
+    """A prompt."""
 
-    Attributes
-    ----------
-    prompt : the message of a user.
-    begun : the beginning of the answer, which the model continues.
-    answers : texts that the continuation should contain.
-    """
-
-    prompt: str
-    begun: str
-    answers: list[str]
+    prompt: str  # the message of a user
+    begun: str  # the beginning of the answer, which the model continues
+    answers: list[str]  # texts that the continuation should contain
 
     def score(self, text: str) -> float:
         """Returns the share of the answers that are in ``text``, whatever the case (RULER's ``string_match_all``)."""
@@ -82,36 +69,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """A task.
+    """A task."""
 
-    Attributes
-    ----------
-    make : ``make(rng, haystack, length, size)`` draws a sample of ``size`` sentences, words or needles.
-    new_tokens : number of tokens that are generated.
-    smallest : fewest sentences, words or needles of a sample.
-    """
-
+    # ``make(rng, haystack, length, size)`` draws a sample of ``size`` sentences, words or needles
     make: Callable[[Rng, Haystack, int, int], Sample]
-    new_tokens: int
-    smallest: int = SMALLEST
+    new_tokens: int  # number of tokens that are generated
+    smallest: int = SMALLEST  # fewest sentences, words or needles of a sample
 
     def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> list[Sample]:
-        """Draws a sample for each of ``seeds`` that has with its new tokens at most ``length`` tokens, and nearly as many.
-
-        Raises
-        ------
-        ValueError : as :meth:`size`.
-        """
+        """Draws a sample for each of ``seeds`` that has with its new tokens at most ``length`` tokens, and nearly as many."""
         size = self.size(seeds, haystack, length, count)
         return [self._longest(partial(self._draw, haystack, length, count, seed), size, length) for seed in seeds]
 
     def size(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> int:
         """Returns how many sentences, words or needles fit in the sample of the first of ``seeds``, or up to 2 % less.
 
-        Raises
-        ------
-        ValueError : a sample cannot be as short as ``length`` tokens.
-        TooFewWords : the haystack's words do not suffice for one of ``length`` tokens.
+        Raises ValueError if no sample is as short, and TooFewWords if the haystack's words do not suffice for one of ``length``
+        tokens.
         """
         draw = partial(self._draw, haystack, length, count)
         if (shortest := max(draw(seed, self.smallest)[1] for seed in seeds)) > length:

@@ -54,11 +54,9 @@ class Span:
 
 
 def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
-    """Inserts ``spans`` into ``text``, whose tokens have weight 1. Spans at the same position keep their order.
+    """Inserts ``spans`` into ``text``, whose tokens have weight 1; returns ids and weights of the whole length.
 
-    Returns
-    -------
-    ids, weights : both [len(text) + length of all spans]
+    Spans at the same position keep their order.
     """
     ordered = sorted(spans, key=lambda span: span.position)
     ids: list[Tokens] = []
@@ -71,16 +69,10 @@ def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
 
 
 class TaskSequences:
-    """Makes token sequences of the tasks :data:`NAMES` for one tokenizer.
+    """Makes token sequences of the tasks :data:`NAMES` for one tokenizer; ``crop`` draws the text around the tasks.
 
-    Parameters
-    ----------
-    crop : draws the text around the tasks.
-
-    Attributes
-    ----------
-    words : lower-case words of the text and of the vocabulary, for keys and lists. Those of the text have several tokens, as
-        most words that a user asks for.
+    ``words`` are lower-case words of the text and of the vocabulary, for keys and lists. Those of the text have several tokens,
+    as most words that a user asks for.
     """
 
     def __init__(self, tokenizer: Tokenizer, crop: Crop) -> None:
@@ -182,16 +174,9 @@ def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
 
 
 class NeedlePrompt(NamedTuple):
-    """A prompt that ends with a question and its answer.
+    """A prompt that ends with a question and its answer."""
 
-    Attributes
-    ----------
-    ids : ``[length]``.
-    answer_tokens, question_tokens : numbers of tokens at the end.
-    statement, question : the needle that is asked for, and the question.
-    """
-
-    ids: Tokens
+    ids: Tokens  # ``[length]``
     answer_tokens: int
     question_tokens: int
     statement: str
@@ -211,15 +196,9 @@ def needle_prompt(
 ) -> NeedlePrompt:
     """Hides ``count`` needles in text and appends the question for one of them, with its answer.
 
-    Parameters
-    ----------
-    length : total number of tokens.
-    depth : relative position in [0, 1] of the needle that is asked for; None and the other needles: random.
-    reply : tokens that end a user's message and begin the reply; the message then asks, and the reply begins with its words.
-
-    Raises
-    ------
-    ValueError : ``length`` is too small for the needles and the question.
+    That needle stands at the relative ``depth`` in [0, 1], the others, or with None all, at random. ``reply`` are the tokens
+    that end a user's message and begin the reply; the message then asks, and the reply begins with its words. Raises ValueError
+    if ``length``, the total number of tokens, is too small.
     """
     keys, values = distinct(lambda: random_key(rng), count), [random_value(rng) for _ in range(count)]
     statements = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]

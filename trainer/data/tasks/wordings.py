@@ -9,18 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wording:
-    """A statement of a fact, and the questions for it.
+    """A statement of a fact, and the questions for it."""
 
-    Attributes
-    ----------
-    statement : sentence with ``{key}`` and ``{value}``.
-    question : text with ``{key}``, which the answer follows after a space.
-    plural : text with ``{key}`` that asks for several values, of one key or of several; "" if there is none.
-    """
-
-    statement: str
-    question: str
-    plural: str = ""
+    statement: str  # sentence with ``{key}`` and ``{value}``
+    question: str  # text with ``{key}``, which the answer follows after a space
+    plural: str = ""  # text with ``{key}`` that asks for several values, of one key or of several; "" if there is none
 
     def state(self, key: str, value: str) -> str:
         return self.statement.format(key=key, value=value)
