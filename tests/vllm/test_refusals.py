@@ -29,14 +29,14 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "additional_config.msattn=None: accepted is a mapping with gate, select"),
-    "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: accepted are gate, select"),
+    "nothing": (None, "additional_config.msattn=None: accepted is a mapping with .*gate, select"),
+    "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: accepted are .*gate, select"),
     "a type": ({"probes": "many"}, "probes='many': accepted is an integer"),
 }
 STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no artifact": ({}, {}, "nothing to attach"),
     "zooms": ({"gate": "embedded", "select": "multiscale"}, {}, "vLLM: select.policy=multiscale reads no pages"),
-    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: accepted are gate"),
+    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: accepted are .*gate"),
     "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
     "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: accepted are 0 to 64"),
 }

@@ -14,7 +14,7 @@ from tests.factory import prompts_of
 from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
-SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "recent": 256, "dense_below": 0}
+SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "sparsity": 0.9, "recent": 256, "dense_below": 0}
 
 
 def test_reading_every_key_gives_the_tokens_of_dense_vllm() -> None:
