@@ -1,4 +1,4 @@
-"""Blocks and blocks by upper bounds of the products of queries with their keys (Quest, Tang et al. 2024)."""
+"""Blocks, and routing to blocks, by upper bounds of their scores (Tang et al. 2024, Quest, arXiv 2406.10774); needs no training."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
