@@ -1,4 +1,4 @@
-"""Blocks, and routing to blocks, by upper bounds of their scores (Tang et al. 2024, Quest, arXiv 2406.10774); needs no training."""
+"""Blocks, and routing to blocks, by upper bounds of their scores (Quest, Tang et al. 2024); needs no training."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
