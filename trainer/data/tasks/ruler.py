@@ -71,9 +71,8 @@ class Sample:
 class Task:
     """A task."""
 
-    # ``make(rng, haystack, length, size)`` draws a sample of ``size`` sentences, words or needles
-    make: Callable[[Rng, Haystack, int, int], Sample]
-    new_tokens: int  # number of tokens that are generated
+    make: Callable[[Rng, Haystack, int, int], Sample]  # (rng, haystack, length, size) -> one of so many sentences or needles
+    new_tokens: int  # tokens that are generated
     smallest: int = SMALLEST  # fewest sentences, words or needles of a sample
 
     def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> list[Sample]:

@@ -176,10 +176,10 @@ def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
 class NeedlePrompt(NamedTuple):
     """A prompt that ends with a question and its answer."""
 
-    ids: Tokens  # ``[length]``
-    answer_tokens: int
+    ids: Tokens  # [length]
+    answer_tokens: int  # number of tokens at the end, as that of the question's before them
     question_tokens: int
-    statement: str
+    statement: str  # the needle that is asked for
     question: str
 
 
