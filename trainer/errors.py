@@ -55,10 +55,9 @@ def first_line(error: BaseException) -> str:
 
 
 def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bool = True) -> UserError:
-    """Returns a one-line error for a failed write to ``path``.
+    """Returns a one-line error for a failed write to ``path``; ``resumes``: ``resume=true`` continues the run.
 
-    ``kept`` is a clause that names the checkpoint a later run can resume from, or ""; ``resumes``: ``resume=true`` continues
-    it.
+    ``kept`` is a clause that names the checkpoint a later run can resume from, or "".
     """
     # PyTorch's writer reports a position in the file but no reason.
     reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
@@ -69,9 +68,8 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
 
 
 def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
-    """Returns a one-line error for an OSError of a full or failing disk, or of standard output; None for others.
-
-    ``folder`` is named where the exception names no file; ``resumes``: ``resume=true`` continues the run.
+    """Returns a one-line error for an OSError of a full or failing disk (by default at ``folder``), or of standard output,
+    else None.
     """
     if (found := output_error()) is not None:
         return found
@@ -180,9 +178,8 @@ def only_errors(logger: str) -> Iterator[None]:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process with ``code``.
-
-    Under ``torchrun`` the interpreter's shutdown is skipped: threads of open connections may abort it.
+    """Ends the process with ``code``; under ``torchrun`` at once, as threads of open connections may abort Python's
+    shutdown.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

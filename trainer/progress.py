@@ -59,8 +59,7 @@ def postpone() -> None:
 class Progress(rich.Progress):
     """Tasks with bars if ``console`` is a terminal; elsewhere the task that runs is reported in lines on stderr.
 
-    The console is by default standard output, or standard error if only that is a terminal. Ranks but 0 show nothing by
-    default.
+    The console is by default standard output, or standard error if only that is a terminal. By default only rank 0 shows them.
     """
 
     def __init__(

@@ -82,8 +82,7 @@ training data, the seed, the versions and the base model; `config.yaml` holds th
 def run_card(cards: Mapping[str, str], repository: str) -> str:
     """Returns the card of a repository with an artifact of each kind; ``cards`` are those of the artifacts, by kind.
 
-    Its front matter has the keys of theirs, such as a license that the user added, and all of their tags. Raises UserError: the
-    front matter of a card is no valid YAML.
+    Its front matter has the keys of theirs, such as a license that the user added, and all of their tags.
     """
     import yaml
 

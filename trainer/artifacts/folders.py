@@ -35,8 +35,7 @@ def find(path: str | Path, *kinds: str) -> Path:
     """Returns the local folder of an artifact of one of ``kinds``, in order of precedence where there are several.
 
     ``path`` is the folder of an artifact or of a run (``outputs/<model>/<name>``), the id of a Hub repository with the same
-    files, or ``embedded`` (the artifacts that ship with the package). Raises UserError if there is none, or only of other
-    kinds.
+    files, or ``embedded`` (the shipped artifacts). Raises UserError if there is none, or only of other kinds.
     """
     folder = _local_folder(path)
     if os.path.isfile(folder / MANIFEST):

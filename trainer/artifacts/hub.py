@@ -32,8 +32,7 @@ REFUSALS = {
 def download(repository: str, revision: str | None = None) -> Path:
     """Returns the local folder with the artifacts of a Hub repository, which are downloaded if they are not in the cache.
 
-    ``revision`` is a branch, tag or commit; None is the default branch. Raises UserError if there is no such repository or
-    revision, or no connection and nothing in the cache.
+    Raises UserError if there is no such repository or ``revision``, or no connection and nothing in the cache.
     """
     from huggingface_hub import snapshot_download
 

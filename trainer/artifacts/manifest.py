@@ -84,8 +84,7 @@ class Artifact:
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
 
-    Raises UserError: the file is missing or damaged, a key is missing or has another type, or the artifact is of another kind
-    or format version.
+    Raises UserError for a missing or damaged file, a missing key, another type, and another kind or format version.
     """
     where = f"artifact {path}: {MANIFEST}"
     manifest = read_json(folder / MANIFEST, where, MAX_MANIFEST_BYTES)
@@ -128,9 +127,9 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``; returns a warning or
     None.
 
-    Raises UserError if it was made for a model of another shape or other RoPE parameters (the message names the first field
-    that differs), or, if ``strict``, for other weights, such as those of a quantized or fine-tuned one. These are else warned
-    of, and also weights that cannot be compared.
+    Raises UserError for a model of another shape or other RoPE parameters (the message names the first field that differs). Of
+    other weights, as of a quantized or fine-tuned model, and those that cannot be compared, it warns, or with ``strict``
+    raises.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

@@ -29,8 +29,7 @@ ATTEMPTS = 5  # of reading an artifact that another process replaces at the same
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:
-    """Reads an artifact, of the required ``kind``, and validates all of its files; if a writer replaces it meanwhile, reads it
-    again.
+    """Reads an artifact of ``kind`` and validates all of its files; if a writer replaces it meanwhile, reads it again.
 
     Raises UserError for missing, incomplete or altered files, links that leave the folder, values that are not finite, another
     kind or format version; the message names the field.
@@ -46,17 +45,13 @@ def read(path: str | Path, kind: str | None = None) -> Artifact:
 
 
 def read_kind(path: str | Path) -> str:
-    """Returns the kind of an artifact, reading only its manifest.
-
-    Raises UserError: the manifest is missing or invalid.
-    """
+    """Returns the kind of an artifact, reading only its manifest."""
     return read_manifest(find(path), path)["kind"]
 
 
 def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that the tensors of an artifact are float32 and have these names and ``shapes``.
-
-    Raises UserError, which names the first tensor that differs.
+    """Raises UserError, with the first tensor that differs, if the tensors of an artifact are not float32 of these
+    ``shapes``.
     """
     for name in sorted({*shapes, *artifact.tensors}):
         if name not in shapes:

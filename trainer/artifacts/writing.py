@@ -34,8 +34,8 @@ from msattn.trainer.storage.replace import check_no_link, current_folder, replac
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:
     """Checks that :func:`write` will accept ``folder``, so that a run fails at its start and not at its end.
 
-    Raises UserError: it is a symbolic link, an artifact exists there (by the file ``marker``) and ``overwrite`` is off, the
-    folder holds other files, or it cannot be written.
+    Raises UserError for a symbolic link, an artifact (with the file ``marker``) without ``overwrite``, and a folder with other
+    files or that cannot be written.
     """
     check_no_link(folder)
     if os.path.exists(current_folder(folder) / marker):
@@ -72,8 +72,7 @@ def write(
 
     ``config`` is the resolved configuration as plain dictionaries, ``model`` the base model's fingerprint
     (:func:`msattn.trainer.models.identity.fingerprint`), ``data`` that of the training data. ``details`` are values of the kind
-    that loading needs, such as the gate's configuration, ``metrics`` those for the model card; numbers that are not finite
-    become null.
+    that loading needs, such as the gate's configuration, ``metrics`` those for the model card, null if not finite.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")

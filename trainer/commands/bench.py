@@ -35,9 +35,8 @@ def bench(cfg: BenchRunConfig) -> Path:
 
     The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a sweep over tiles. They
     replace earlier results of the same name. With ``bench.tune``, tiles that are faster than the shipped ones are saved for
-    this user and GPU. During the run, rows are written to ``<name>.partial.csv``, which remains if the run is interrupted.
-
-    Raises CheckFailed, without results, if the operation disagrees with its reference, at a small size or at a timed size.
+    this user and GPU. Rows are first written to ``<name>.partial.csv``, which remains if the run is interrupted. Raises
+    CheckFailed, without results, if the operation disagrees with its reference, at a small size or at a timed size.
     """
     from rich.console import Console
 

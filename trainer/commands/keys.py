@@ -58,9 +58,8 @@ class CommandKeys:
 
 
 def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = False) -> CommandKeys:
-    """Returns the groups and keys of ``command``, with the values that ``overrides`` compose.
-
-    With ``policies`` also the keys of the selection policies that are not composed.
+    """Returns the groups and keys of a command with their values; with ``policies`` also keys of policies that are not
+    composed.
     """
     from omegaconf import OmegaConf
 

@@ -33,7 +33,6 @@ def launch(
 
     A sweep (``multirun``) goes over comma-separated values, and over ``hydra.sweeper.params`` of an experiment. The ``name`` of
     a training job is then its number, unless ``name`` is given or interpolates other values. ``config_dir`` has further groups.
-
     Raises UserError if the configuration is refused, and the UserError or Fault of a job.
     """
     name = COMMANDS[command].config

@@ -29,9 +29,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
-    """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished.
-
-    Raises Fault if the thread that generates, or the HTTP server, ended by itself.
+    """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished. Raises Fault if it
+    fails.
     """
     check_libraries()
     check_key(api_key)

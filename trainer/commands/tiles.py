@@ -16,9 +16,9 @@ def save_tiles(
 ) -> Path:
     """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the file.
 
-    Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless the file was written for another version of
-    Triton. ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their
-    shipped tile. ``commit`` is that of the checkout that was timed.
+    ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their shipped
+    tile. Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless the file is of another version of
+    Triton.
     """
     path = tuned.user_tiles_path(gpu)
     new = [

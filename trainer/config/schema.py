@@ -113,8 +113,8 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
 def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
     """Returns the first error that pydantic found as one line with the key, its value and what is accepted.
 
-    ``kind`` is the dataclass that ``values`` do not fit. ``known`` are all keys, for the nearest one to an unknown key; by
-    default those of the dataclass that lacks it.
+    ``kind`` is the dataclass that ``values`` do not fit; the nearest to an unknown key is one of ``known``, or of that
+    dataclass.
     """
     first = error.errors(include_url=False)[0]
     path, value = list(map(str, first["loc"])), first["input"]

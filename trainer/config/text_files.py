@@ -63,10 +63,8 @@ def file_type(file: Path) -> str | None:
 
 
 def read_text(path: str | Path, where: str) -> str:
-    """Returns the text of a file without a byte order mark and with line ends ``\\n``.
-
-    Raises UserError: the file cannot be read, is a device or a pipe, too large to be encoded, or not UTF-8; it begins with
-    ``where``.
+    """Returns the text of a regular UTF-8 file without a byte order mark and with line ends ``\\n``; ``where`` begins
+    refusals.
     """
     file, most = Path(os.path.expanduser(path)), largest_text()
     with refused(where), open_bytes(file, where, most) as stream:

@@ -39,9 +39,8 @@ def known_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yields dotted name, field and value of the keys of ``values`` that are no sections.
-
-    ``values`` are plain containers that fit the dataclass ``schema``.
+    """Yields dotted name, field and value of the keys of ``values``, which fit the dataclass ``schema``, that are no
+    sections.
     """
     for item in fields(schema):
         if item.name not in values:
@@ -55,9 +54,8 @@ def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
-    """Returns the values of a composed OmegaConf ``config`` as an instance of the dataclass ``schema``.
-
-    Raises UserError: an unknown key (the message names the nearest known key), a wrong type, or a value out of range.
+    """Returns the values of a composed ``config`` as the dataclass ``schema``; raises UserError for an unknown key or a
+    wrong value.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException

@@ -37,10 +37,9 @@ def cached(
 ) -> np.ndarray:
     """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
 
-    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning says so. Arrays that
-    are made in less than :data:`LEAST_SECONDS` are kept only if ``however_short``; ``folder=None`` keeps nothing. ``what``
-    names the array in messages. ``identity`` returns, as JSON values, everything that the array depends on; None if that is not
-    known, and nothing is kept.
+    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning names it: ``what``.
+    What is made in less than :data:`LEAST_SECONDS` is kept only if ``however_short``. ``identity`` returns, as JSON values,
+    everything that the array depends on; None if that is not known, and nothing is kept.
     """
     key = _key(identity) if folder is not None else None
     if folder is None or key is None:

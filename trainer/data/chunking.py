@@ -68,10 +68,8 @@ def chunks(
     """Cuts the documents of ``cfg``, or the held-out ones, into chunks, in an order drawn from ``seed``.
 
     ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
-    used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed.
-
-    Raises UserError as :func:`documents`; for too few tokens for one chunk; a ``hub`` source without ``num_chunks``;
-    ``cfg.bos`` with a tokenizer that has no BOS token.
+    used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed. Raises
+    UserError as :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a BOS token that lacks.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
@@ -178,9 +176,8 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Returns the tokens of each text, without special tokens.
-
-    Raises UserError if the tokenizer fails, as one does whose regular expressions take too many steps on a text.
+    """Returns the tokens of each text, without special tokens; refuses one on which the tokenizer's expressions take too
+    many steps.
     """
     try:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]

@@ -13,12 +13,10 @@ from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """``length`` chunks of text, each of which is with the probability ``share`` one of :mod:`msattn.trainer.data.tasks`
-    instead.
+    """``length`` chunks of text; each is with probability ``share`` a task of :mod:`msattn.trainer.data.tasks` instead.
 
     Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
-    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted. ``chunks`` are also the text around the
-    tasks.
+    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
     """
 
     def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:

@@ -48,11 +48,9 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
     Held-out documents are those of ``cfg.heldout_path`` or ``cfg.heldout_split``, if it is set. Otherwise a hash of the names
     holds out a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
-    text is held out instead. ``cfg.needles`` injects needles into both splits
-    (:func:`msattn.trainer.data.tasks.injection.inject_needles`).
-
-    Raises UserError for a path that does not exist or has no text file, a damaged file or one of another type, text that is not
-    UTF-8 (the message names the byte), a missing column, and a Hub dataset that does not load.
+    text is held out instead. ``cfg.needles`` injects needles into both splits (:mod:`msattn.trainer.data.tasks.injection`).
+    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, and a dataset that does not
+    load.
     """
     for document in plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
@@ -125,9 +123,8 @@ def is_held_out(name: str) -> bool:
 
 
 def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
-    """Yields the modules of the interpreter's standard library, without its tests and installed packages.
-
-    With a ``pattern``, only those whose names match it, e.g. ``json.*``.
+    """Yields the modules of Python's library, without tests and installed packages; with ``pattern`` those with such a name,
+    ``json.*``.
     """
     for name, path in _stdlib_files(pattern).items():
         # Errors are replaced: a module may declare another encoding than UTF-8.
@@ -149,9 +146,8 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
 
 
 def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
-    """Yields the non-empty documents of a file, a folder (recursively) or a glob; jsonl and parquet have one per row.
-
-    ``key`` is the argument that gives ``path``, for messages.
+    """Yields the non-empty documents of a file, folder or glob, one a row in jsonl and parquet; ``key`` names ``path`` in
+    messages.
     """
     root = Path(os.path.expanduser(path))
     most, left = largest_text(), largest_corpus()

@@ -18,8 +18,8 @@ Schema = TypeVar("Schema")
 def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
     """Returns the object in a JSON file of at most ``max_bytes``; ``where`` begins error messages.
 
-    Raises UserError if the file is missing, not regular, too large or not UTF-8; if it is not an object, or holds NaN or
-    infinity, or nests too deeply.
+    Raises UserError for a file that :func:`read_text` refuses, and for what is no object, holds NaN or infinity, or nests too
+    deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
@@ -35,8 +35,7 @@ def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Returns the mapping in a YAML text; ``where`` begins error messages.
 
-    Raises UserError if it is not valid YAML, nests too deeply, or has a tag, an alias, NaN, infinity or a value that JSON
-    lacks, such as a date.
+    Raises UserError for invalid YAML, deep nesting, a tag, an alias, and values that JSON lacks, such as NaN or a date.
     """
     import yaml
 
@@ -105,8 +104,7 @@ def root_of_links(folder: Path) -> Path:
 
 
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Returns ``document`` as an instance of the dataclass ``schema``; refuses missing keys and other types, without
-    conversion.
+    """Returns ``document`` as an instance of the dataclass ``schema``; refuses missing keys and other types.
 
     Keys that the schema lacks are ignored, or refused if its ``__pydantic_config__`` forbids them.
     """

@@ -17,11 +17,9 @@ MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 3
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model.
+    """The files of a model. ``name`` is the argument that names it, such as ``model.path=Qwen/Qwen3-8B``, for messages.
 
-    ``name`` is the argument that names the model, such as ``model.path=meta-llama/Llama-3.1-8B``, for messages. ``source`` is a
-    local folder, a GGUF file, which stands for a folder without other files, or a Hub id, of which ``revision`` is a branch,
-    tag or commit.
+    ``source`` is a local folder, a GGUF file, which stands for a folder without other files, or a Hub id.
     """
 
     name: str
@@ -143,8 +141,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def local_model(path: str, name: str) -> Path | None:
-    """Returns the folder or the GGUF file of a local model, or None; of a folder without other weights, the one GGUF file in
-    it.
+    """Returns the folder or GGUF file of a local model, or None; of a folder without other weights, the one GGUF file in it.
 
     Raises UserError, beginning with ``name``, if the folder has several GGUF files.
     """

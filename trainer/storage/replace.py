@@ -37,9 +37,8 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces a CSV file; its columns are the keys of all rows, in the order of their first appearance.
-
-    It is written whole, since later rows may have additional columns.
+    """Replaces a CSV file by ``rows``, as a whole, since later rows may have additional columns; columns are the keys of all
+    rows.
     """
     try:
         with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
@@ -51,9 +50,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields ``rows`` as they are measured; before each, ``path`` is rewritten with the records of all so far.
-
-    The message of a KeyboardInterrupt says that the rows are in ``path``.
+    """Yields ``rows`` as they are measured, and rewrites ``path`` with all so far before; a KeyboardInterrupt then names the
+    file.
     """
     written: list[Mapping[str, Any]] = []
     try:

@@ -43,8 +43,7 @@ class TrainingCallback(TrainerCallback):
 
     ``evaluate`` returns the metrics to log every ``train.eval_every`` steps and after the last one. ``settings`` are stored in
     each checkpoint (:func:`msattn.trainer.training.checkpoints.resume_settings`). ``previous`` is the result of the run that is
-    resumed. ``stop_consensus`` lets all ranks stop after the same step. ``tokens`` are those of an item, None if items have
-    none.
+    resumed. ``stop_consensus`` lets all ranks stop after the same step. ``tokens`` are those of an item, if it has any.
     """
 
     def __init__(

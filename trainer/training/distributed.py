@@ -79,12 +79,10 @@ def _control_group() -> Any:
 @contextmanager
 def fail_together() -> Iterator[None]:
     """Ends all ranks of a ``torchrun`` if one of them dies inside the context. Enter it on every rank.
-    A rank counts as lost when its process ends without leaving the block normally or through Ctrl-C or SIGTERM, which reach
-    all ranks. A rank that hangs, as in a collective on GPUs, prints the message from a thread and exits with code 1.
 
-    Raises
-    ------
-    RankLost : a connection broke, or torchrun sent SIGTERM, because another rank was lost.
+    A rank counts as lost when its process ends without leaving the block normally or through Ctrl-C or SIGTERM, which reach all
+    ranks. Raises RankLost if a connection broke, or torchrun sent SIGTERM, because another rank was lost. A rank that hangs, as
+    in a collective on GPUs, prints the message from a thread and exits with code 1.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield

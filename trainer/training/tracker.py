@@ -38,7 +38,7 @@ class Tracker:
         """Starts the tracker that ``cfg`` configures for the command ``job``, see :meth:`start`.
 
         With ``after_work`` the results are already written: if wandb fails to start, a warning says so, and only the file is
-        written.
+        kept.
         """
         config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:

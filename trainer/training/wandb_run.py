@@ -45,8 +45,7 @@ class WandbRun:
         *,
         resume: bool = False,
     ) -> "WandbRun":
-        """Starts a run, offline without an API key; with ``resume`` goes on with the one whose id is in ``folder``, if there is
-        one.
+        """Starts a run, offline without an API key; with ``resume`` goes on with the one whose id is in ``folder``, if any.
 
         ``job`` is the command, wandb's ``job_type``. ``tags`` say what it worked on, e.g. model and name; they also name its
         artifacts. Raises UserError if wandb is not installed, or its server cannot be reached.
@@ -110,9 +109,8 @@ class WandbRun:
         self._send("the summary", lambda: self._run.summary.update(dict(figures)))
 
     def log_artifact(self, folder: Path, record: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> None:
-        """Records a folder that the run wrote: as a reference, or with its files if ``tracker.upload`` is set.
-
-        Models have no ``manifest`` and are not uploaded.
+        """Records an artifact: as a reference, or with its files if ``tracker.upload`` is set; of models, without manifest,
+        the former.
         """
         import wandb
 

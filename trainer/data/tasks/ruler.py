@@ -83,8 +83,7 @@ class Task:
     def size(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> int:
         """Returns how many sentences, words or needles fit in the sample of the first of ``seeds``, or up to 2 % less.
 
-        Raises ValueError if no sample is as short, and TooFewWords if the haystack's words do not suffice for one of ``length``
-        tokens.
+        Raises ValueError if no sample is as short, and TooFewWords if the haystack's words do not suffice for one that long.
         """
         draw = partial(self._draw, haystack, length, count)
         if (shortest := max(draw(seed, self.smallest)[1] for seed in seeds)) > length:

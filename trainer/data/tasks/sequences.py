@@ -54,10 +54,7 @@ class Span:
 
 
 def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
-    """Inserts ``spans`` into ``text``, whose tokens have weight 1; returns ids and weights of the whole length.
-
-    Spans at the same position keep their order.
-    """
+    """Returns ids and weights of ``text``, with weight 1, and ``spans``; spans at the same position keep their order."""
     ordered = sorted(spans, key=lambda span: span.position)
     ids: list[Tokens] = []
     weights: list[Weights] = []
@@ -71,8 +68,7 @@ def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
 class TaskSequences:
     """Makes token sequences of the tasks :data:`NAMES` for one tokenizer; ``crop`` draws the text around the tasks.
 
-    ``words`` are lower-case words of the text and of the vocabulary, for keys and lists. Those of the text have several tokens,
-    as most words that a user asks for.
+    ``words``, for keys and lists, are lower-case words of the vocabulary, and of the text, most of which have several tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, crop: Crop) -> None:
@@ -194,11 +190,10 @@ def needle_prompt(
     depth: float | None = None,
     reply: Sequence[int] = (),
 ) -> NeedlePrompt:
-    """Hides ``count`` needles in text and appends the question for one of them, with its answer.
+    """Hides ``count`` needles in text and appends the question for one of them, with its answer; ``length`` tokens in all.
 
-    That needle stands at the relative ``depth`` in [0, 1], the others, or with None all, at random. ``reply`` are the tokens
-    that end a user's message and begin the reply; the message then asks, and the reply begins with its words. Raises ValueError
-    if ``length``, the total number of tokens, is too small.
+    The needle that is asked for stands at the relative ``depth`` in [0, 1], the others, or with None all, at random. ``reply``
+    are tokens that end a user's message and begin the reply; the message then asks, and the reply begins with its words.
     """
     keys, values = distinct(lambda: random_key(rng), count), [random_value(rng) for _ in range(count)]
     statements = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
