@@ -68,9 +68,7 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
 
 
 def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
-    """Returns a one-line error for an OSError of a full or failing disk (by default at ``folder``), or of standard output,
-    else None.
-    """
+    """Returns a one-line error for an OSError of a full or failing disk or of standard output; None for others."""
     if (found := output_error()) is not None:
         return found
     path = Path(error.filename) if isinstance(error.filename, str) else folder
@@ -178,9 +176,7 @@ def only_errors(logger: str) -> Iterator[None]:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process with ``code``; under ``torchrun`` at once, as threads of open connections may abort Python's
-    shutdown.
-    """
+    """Ends the process with ``code``; under ``torchrun`` at once, as open connections may abort Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -124,12 +124,11 @@ def describe_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
-    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``; returns a warning or
-    None.
+    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
 
-    Raises UserError for a model of another shape or other RoPE parameters (the message names the first field that differs). Of
-    other weights, as of a quantized or fine-tuned model, and those that cannot be compared, it warns, or with ``strict``
-    raises.
+    Raises UserError for a model of another shape or other RoPE parameters (the message names the first field that differs).
+    Returns a warning for other weights, as of a quantized model, and those that cannot be compared; with ``strict`` they are
+    refused.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

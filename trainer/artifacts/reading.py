@@ -50,9 +50,7 @@ def read_kind(path: str | Path) -> str:
 
 
 def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises UserError, with the first tensor that differs, if the tensors of an artifact are not float32 of these
-    ``shapes``.
-    """
+    """Raises UserError, with the first tensor that differs, if tensors are not float32 of these ``shapes``."""
     for name in sorted({*shapes, *artifact.tensors}):
         if name not in shapes:
             raise UserError(f"artifact {artifact.path}: {WEIGHTS} has a tensor {name:.80} that no {artifact.kind} has")

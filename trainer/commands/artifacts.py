@@ -9,9 +9,7 @@ if TYPE_CHECKING:
 
 
 def push(folder: str, repository: str, *, private: bool = False) -> str:
-    """Uploads in one commit the artifacts in ``folder``, that of one or of a run that has several; prints and returns the
-    URL.
-    """
+    """Uploads the artifacts in ``folder``, that of one or of a run, in one commit; prints and returns its URL."""
     from msattn.trainer import artifacts
 
     url = artifacts.push(repository, _held(Path(folder).expanduser()), private=private)
@@ -31,9 +29,7 @@ def _held(folder: Path) -> "dict[str, Artifact]":
 
 
 def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> None:
-    """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and the command that tries
-    it.
-    """
+    """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and how to try it."""
     from msattn.trainer.methods.gate.official import import_gate as run
     from msattn.trainer.progress import activity
 

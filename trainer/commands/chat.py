@@ -107,8 +107,7 @@ class Conversation:
     def answer(self, message: str) -> Turn:
         """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains.
 
-        Raises UserError, and changes nothing, if the conversation exceeds the model's positions or the chat template refuses
-        it.
+        Raises UserError, and changes nothing, if the conversation is too long for the model or its chat template refuses it.
         """
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer

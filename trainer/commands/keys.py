@@ -58,9 +58,7 @@ class CommandKeys:
 
 
 def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = False) -> CommandKeys:
-    """Returns the groups and keys of a command with their values; with ``policies`` also keys of policies that are not
-    composed.
-    """
+    """Returns the groups and keys of a command with their values, with ``policies`` the keys of all policies."""
     from omegaconf import OmegaConf
 
     schema = COMMANDS[command].schema

@@ -29,9 +29,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
-    """Serves a model over HTTP; returns after Ctrl-C or SIGTERM, when running requests have finished. Raises Fault if it
-    fails.
-    """
+    """Serves a model over HTTP until Ctrl-C or SIGTERM, after which running requests finish; a Fault may end it, too."""
     check_libraries()
     check_key(api_key)
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > PORTS:

@@ -17,8 +17,7 @@ def save_tiles(
     """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the file.
 
     ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their shipped
-    tile. Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless the file is of another version of
-    Triton.
+    tile. Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless they are of another version of Triton.
     """
     path = tuned.user_tiles_path(gpu)
     new = [

@@ -113,8 +113,7 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
 def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
     """Returns the first error that pydantic found as one line with the key, its value and what is accepted.
 
-    ``kind`` is the dataclass that ``values`` do not fit; the nearest to an unknown key is one of ``known``, or of that
-    dataclass.
+    ``kind`` is the dataclass that ``values`` do not fit. An unknown key is compared with ``known``, by default its keys.
     """
     first = error.errors(include_url=False)[0]
     path, value = list(map(str, first["loc"])), first["input"]

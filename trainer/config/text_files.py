@@ -63,9 +63,7 @@ def file_type(file: Path) -> str | None:
 
 
 def read_text(path: str | Path, where: str) -> str:
-    """Returns the text of a regular UTF-8 file without a byte order mark and with line ends ``\\n``; ``where`` begins
-    refusals.
-    """
+    """Returns the text of a regular UTF-8 file without a byte order mark, with line ends ``\\n``."""
     file, most = Path(os.path.expanduser(path)), largest_text()
     with refused(where), open_bytes(file, where, most) as stream:
         return decode(read_stream(stream, where, most), where)

@@ -39,9 +39,7 @@ def known_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yields dotted name, field and value of the keys of ``values``, which fit the dataclass ``schema``, that are no
-    sections.
-    """
+    """Yields dotted name, field and value of all keys in ``values``, plain containers that fit ``schema``, but sections."""
     for item in fields(schema):
         if item.name not in values:
             continue
@@ -54,9 +52,7 @@ def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
-    """Returns the values of a composed ``config`` as the dataclass ``schema``; raises UserError for an unknown key or a
-    wrong value.
-    """
+    """Returns the values of a composed ``config`` as the dataclass ``schema``, which may refuse them."""
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from pydantic import TypeAdapter, ValidationError

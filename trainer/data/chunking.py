@@ -176,9 +176,7 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Returns the tokens of each text, without special tokens; refuses one on which the tokenizer's expressions take too
-    many steps.
-    """
+    """Returns the tokens of each text, without special tokens; refuses one that the tokenizer takes too long for."""
     try:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     except BaseException as error:

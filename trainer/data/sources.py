@@ -49,8 +49,7 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     Held-out documents are those of ``cfg.heldout_path`` or ``cfg.heldout_split``, if it is set. Otherwise a hash of the names
     holds out a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
     text is held out instead. ``cfg.needles`` injects needles into both splits (:mod:`msattn.trainer.data.tasks.injection`).
-    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, and a dataset that does not
-    load.
+    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, and a failing dataset.
     """
     for document in plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
@@ -123,9 +122,7 @@ def is_held_out(name: str) -> bool:
 
 
 def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
-    """Yields the modules of Python's library, without tests and installed packages; with ``pattern`` those with such a name,
-    ``json.*``.
-    """
+    """Yields the modules of Python's standard library with names that match ``pattern``, without tests and packages."""
     for name, path in _stdlib_files(pattern).items():
         # Errors are replaced: a module may declare another encoding than UTF-8.
         yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
@@ -146,9 +143,7 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
 
 
 def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
-    """Yields the non-empty documents of a file, folder or glob, one a row in jsonl and parquet; ``key`` names ``path`` in
-    messages.
-    """
+    """Yields the non-empty documents of a file, folder or glob; ``key`` names ``path`` in messages."""
     root = Path(os.path.expanduser(path))
     most, left = largest_text(), largest_corpus()
     for file in text_files(key, path):

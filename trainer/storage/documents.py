@@ -18,8 +18,7 @@ Schema = TypeVar("Schema")
 def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
     """Returns the object in a JSON file of at most ``max_bytes``; ``where`` begins error messages.
 
-    Raises UserError for a file that :func:`read_text` refuses, and for what is no object, holds NaN or infinity, or nests too
-    deeply.
+    Raises UserError as :func:`read_text`, and for what is no object, holds NaN or infinity, or nests too deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)

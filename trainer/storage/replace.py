@@ -37,9 +37,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces a CSV file by ``rows``, as a whole, since later rows may have additional columns; columns are the keys of all
-    rows.
-    """
+    """Replaces a CSV file as a whole, since later rows may have additional columns; they are the keys of all rows."""
     try:
         with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
@@ -50,9 +48,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields ``rows`` as they are measured, and rewrites ``path`` with all so far before; a KeyboardInterrupt then names the
-    file.
-    """
+    """Yields ``rows`` as they are measured, and before writes all so far to ``path``, which a KeyboardInterrupt names."""
     written: list[Mapping[str, Any]] = []
     try:
         for row in rows:

@@ -37,8 +37,7 @@ class Tracker:
     def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
         """Starts the tracker that ``cfg`` configures for the command ``job``, see :meth:`start`.
 
-        With ``after_work`` the results are already written: if wandb fails to start, a warning says so, and only the file is
-        kept.
+        With ``after_work`` the results are already written: if wandb fails to start, a warning says so, and the file is kept.
         """
         config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:

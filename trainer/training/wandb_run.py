@@ -109,9 +109,7 @@ class WandbRun:
         self._send("the summary", lambda: self._run.summary.update(dict(figures)))
 
     def log_artifact(self, folder: Path, record: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> None:
-        """Records an artifact: as a reference, or with its files if ``tracker.upload`` is set; of models, without manifest,
-        the former.
-        """
+        """Records a folder that the run wrote: as a reference, or an artifact with its files if ``tracker.upload``."""
         import wandb
 
         def log_artifact() -> None:
