@@ -44,7 +44,9 @@ def show(context: Any, topic: str | None) -> None:
         return
     formatter = context.make_formatter()
     if topic is None:
-        write(formatter, overview({name: command.get_short_help_str(limit=200) for name, command in commands.items()}))
+        purposes = [(name, command.get_short_help_str(limit=200)) for name, command in commands.items()]
+        groups = [(name, ", ".join(options)) for name, options in group_options().items()]
+        write(formatter, [("Commands", purposes), OVERRIDES, ("Groups and their options", groups), MORE])
     else:
         write(formatter, topic_page(topic, commands))
     typer.echo(formatter.getvalue().strip("\n"))
@@ -64,12 +66,6 @@ def command_page(command: str) -> list[Section]:
     groups = [_options(group) for name, group in known.groups.items() if len(group.options) > 1 and _uses(command, name)]
     others = [_key_row(key) for name, key in known.keys.items() if name not in first and _uses(command, name)]
     return [(f"Main keys, {_defaults(known)}", rows), *groups, (f"Other keys, {_defaults(known)}", others)]
-
-
-def overview(commands: dict[str, str]) -> list[Section]:
-    """Returns the page without a topic; ``commands`` are the purposes of the commands, by name."""
-    groups = [(name, ", ".join(options)) for name, options in group_options().items()]
-    return [("Commands", list(commands.items())), OVERRIDES, ("Groups and their options", groups), MORE]
 
 
 def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:

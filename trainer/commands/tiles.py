@@ -27,14 +27,11 @@ def save_tiles(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            kept = [row for row in _records(gpu, path) if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
+            found = json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_user_tiles(gpu) else []
+            kept = [row for row in found if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
             document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
             with replace_file(path) as temporary:
                 temporary.write_text(document, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder") from error
     return path
-
-
-def _records(gpu: str, path: Path) -> list[dict[str, object]]:
-    return json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_user_tiles(gpu) else []

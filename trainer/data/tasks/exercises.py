@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from msattn.trainer.data.tasks.grammar import MARKS, ask, compose
+from msattn.trainer.data.tasks.grammar import MARKS, ask, compose, one
 from msattn.trainer.data.tasks.wordings import Wording, enumerated
 
 Rng = np.random.Generator
@@ -103,7 +103,7 @@ def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     keys, values = _keys(rng, count, words), _values(rng, count)
     facts = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
     asked = rng.permutation(count)[: rng.integers(2, min(4, count) + 1)].tolist()
-    question = wording.ask([keys[i] for i in asked], len(asked), _one(rng, BEFORE_LAST))
+    question = wording.ask([keys[i] for i in asked], len(asked), one(rng, BEFORE_LAST))
     turn = question, enumerated([values[i] for i in asked])
     return Exercise(tuple(facts[i] for i in rng.permutation(count)), (turn,))
 
@@ -113,15 +113,15 @@ def pairs(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     identifiers = rng.random() < 0.2
     count = int(rng.integers(2, max(3, min(400, room // (96 if identifiers else 24)))))
     if identifiers:
-        keys, values = ([_identifier(rng) for _ in range(count)] for _ in range(2))
+        keys, values = ([identifier(rng) for _ in range(count)] for _ in range(2))
     else:
         keys, values = _keys(rng, count, words), _values(rng, count)
     if rng.random() < 0.5:
         wording = compose(rng, words)
-        fact = _one(rng, (" ", "\n")).join(wording.state(key, value) for key, value in zip(keys, values, strict=True))
+        fact = one(rng, (" ", "\n")).join(wording.state(key, value) for key, value in zip(keys, values, strict=True))
         ask: Callable[[str], str] = lambda key: wording.ask([key], 1)  # noqa: E731
     else:
-        between, after = _one(rng, ((":", ", "), (":", "\n"), (" =", "; "), (" is", ". "), (" -", "\n"), ("\t", "\n")))
+        between, after = one(rng, ((":", ", "), (":", "\n"), (" =", "; "), (" is", ". "), (" -", "\n"), ("\t", "\n")))
         fact = after.join(f"{key}{between} {value}" for key, value in zip(keys, values, strict=True))
         ask = lambda key: f"{key}{between}"  # noqa: E731
     asked = rng.permutation(count)[: rng.integers(1, min(count, 16) + 1)].tolist()
@@ -137,35 +137,25 @@ class Assignments:
     question: str
 
 
-ASSIGNMENTS = (
-    Assignments("let {name} be {value}.", "let {name} be {other}.", "The variables that hold {value} are"),
-    Assignments("{name} := {value};", "{name} := {other};", "holders of {value}:"),
-    Assignments("Set {name} to {value}.", "Set {name} to {other}.", "Which names were set to {value}? They are"),
-    Assignments("{name} <- {value}", "{name} <- {other}", "Names with the value {value}:"),
-    Assignments(
-        "Box {name} contains {value}.",
-        "Box {name} contains whatever is in box {other}.",
-        "List the boxes that contain {value}:",
-    ),
-    Assignments("int {name} = {value};", "int {name} = {other};", "// all equal to {value}:"),
-    Assignments(
-        "{name} was given the number {value}.",
-        "{name} was given the number of {other}.",
-        "Who was given the number {value}? The answer is",
-    ),
-    Assignments(
-        "The label {name} stands for {value}.",
-        "The label {name} stands for the same as {other}.",
-        "Labels that stand for {value} are",
-    ),
+_ASSIGNMENTS = (
+    "let {name} be {value}.|let {name} be {other}.|The variables that hold {value} are",
+    "{name} := {value};|{name} := {other};|holders of {value}:",
+    "Set {name} to {value}.|Set {name} to {other}.|Which names were set to {value}? They are",
+    "{name} <- {value}|{name} <- {other}|Names with the value {value}:",
+    "Box {name} contains {value}.|Box {name} contains whatever is in box {other}.|List the boxes that contain {value}:",
+    "int {name} = {value};|int {name} = {other};|// all equal to {value}:",
+    "{name} was given the number {value}.|{name} was given the number of {other}.|"
+    "Who was given the number {value}? The answer is",
+    "The label {name} stands for {value}.|The label {name} stands for the same as {other}.|Labels that stand for {value} are",
 )
+ASSIGNMENTS = [Assignments(*forms.split("|")) for forms in _ASSIGNMENTS]
 
 
 def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to three chains of up to six variables, each set to the one before; the answer names the variables of a chain."""
     chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
     length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
-    form = _one(rng, ASSIGNMENTS) if rng.random() < 0.5 else _assignments(rng, words)
+    form = one(rng, ASSIGNMENTS) if rng.random() < 0.5 else _assignments(rng, words)
     if rng.random() < 0.5:
         form = replace(form, question=ask(rng, words, "{value}"))
     draw = partial(_chains, rng, form, _list_style(rng))
@@ -173,7 +163,8 @@ def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
 
 def _chains(rng: Rng, form: Assignments, listed: "ListStyle", chains: int, length: int) -> Exercise:
-    names = distinct(partial(_capitals, rng, int(rng.integers(2, 6))), chains * length)
+    size = int(rng.integers(2, 6))
+    names = distinct(lambda: letters(rng, size).upper(), chains * length)
     facts: list[list[str]] = []
     turns = []
     for number, value in enumerate(_values(rng, chains)):
@@ -186,14 +177,14 @@ def _chains(rng: Rng, form: Assignments, listed: "ListStyle", chains: int, lengt
 
 def _assignments(rng: Rng, words: Sequence[str]) -> Assignments:
     """Composes a form: names after a random word or nothing, with a mark between a variable and what it is set to."""
-    word, other = (_one(rng, words).lower() for _ in range(2))
-    before = _one(rng, ("", f"{word} ", f"{word.capitalize()} "))
-    again = _one(rng, ("", before, f"{other} "))
-    mark, end = _one(rng, MARKS), _one(rng, ("", " ", ".", ";"))
+    word, other = (one(rng, words).lower() for _ in range(2))
+    before = one(rng, ("", f"{word} ", f"{word.capitalize()} "))
+    again = one(rng, ("", before, f"{other} "))
+    mark, end = one(rng, MARKS), one(rng, ("", " ", ".", ";"))
     return Assignments(
         f"{before}{{name}}{mark} {{value}}{end}",
         f"{before}{{name}}{mark} {again}{{other}}{end}",
-        _one(rng, ASSIGNMENTS).question,
+        one(rng, ASSIGNMENTS).question,
     )
 
 
@@ -201,7 +192,7 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """A list in which a few words are repeated often and others seldom; the answer names the frequent ones."""
     items = max(16, min(room, LIST_ROOM) // 4)
     count = int(rng.integers(1, min(10, items // 16) + 1))
-    question = _one(
+    question = one(
         rng,
         (
             f"The {count} words that are repeated most in this list:",
@@ -212,7 +203,7 @@ def common_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
             ask(rng, words, f"{count} words that were repeated most"),
         ),
     )
-    between = _one(rng, (", ", " ", "\n")) if rng.random() < 0.5 else None
+    between = one(rng, (", ", " ", "\n")) if rng.random() < 0.5 else None
     draw = partial(_repeated, rng, words, question, between, _list_style(rng), count)
     return _after_example(rng, draw(items), lambda: draw(max(6 * count, items // 16)))
 
@@ -237,8 +228,8 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
     A mark may be more frequent than all words; it does not count.
     """
-    mark = _one(rng, UNCOUNTED) if rng.random() < 0.4 else ""
-    question = _one(
+    mark = one(rng, UNCOUNTED) if rng.random() < 0.4 else ""
+    question = one(
         rng,
         (
             "The three words with the highest counts:",
@@ -249,7 +240,7 @@ def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
         ),
     )
     if mark and rng.random() < 0.5:
-        leave_out = _one(rng, ("Leave out {}.", "{} is not a word.", "Count no {}:", "Apart from {}:")).format(mark)
+        leave_out = one(rng, ("Leave out {}.", "{} is not a word.", "Count no {}:", "Apart from {}:")).format(mark)
         question = f"{leave_out} {question}"
     number = int(rng.integers(24, max(25, min(room, LIST_ROOM) // 8)))
     draw = partial(_coded, rng, question, mark, _list_style(rng), rng.uniform(1.5, 3.0), int(rng.integers(3, 7)))
@@ -286,10 +277,6 @@ TASKS: dict[str, Task] = {
 COMBINED = ("needles", "several_values", "several_keys", "tracking")  # whose questions say which facts they are about
 
 
-def _one(rng: Rng, choices: Sequence[T]) -> T:
-    return choices[int(rng.integers(len(choices)))]
-
-
 def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
     """Draws one wording for all facts, or one for each."""
     if rng.random() < 0.5:
@@ -299,20 +286,20 @@ def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
 
 def _keys(rng: Rng, count: int, words: Sequence[str]) -> list[str]:
     """Draws distinct keys: pairs of a colour and a thing, or one to three words, so that no fixed list of keys is learned."""
-    between = _one(rng, KEY_SEPARATORS)
+    between = one(rng, KEY_SEPARATORS)
     if count < 100 and rng.random() < IDENTIFIERS:
-        return distinct(partial(_identifier, rng), count)
+        return distinct(partial(identifier, rng), count)
     if rng.random() < 0.3:
         return [key.replace(" ", between) for key in distinct(partial(random_key, rng), count)]
     most = int(rng.integers(1, 4)) if count < 100 else 2
-    drawn = lambda: between.join(_one(rng, words) for _ in range(rng.integers(1 if count < 100 else 2, most + 1)))  # noqa: E731
+    drawn = lambda: between.join(one(rng, words) for _ in range(rng.integers(1 if count < 100 else 2, most + 1)))  # noqa: E731
     return distinct(drawn, count)
 
 
 def _values(rng: Rng, count: int) -> list[str]:
     """Draws distinct numbers, of five digits in half of the exercises, seldom identifiers."""
     if count < 100 and rng.random() < IDENTIFIERS:
-        return distinct(partial(_identifier, rng), count)
+        return distinct(partial(identifier, rng), count)
     digits = ANSWER_DIGITS if rng.random() < 0.5 else int(rng.integers(4, 9))
     return distinct(partial(random_value, rng, digits), count)
 
@@ -331,21 +318,18 @@ ListStyle = Callable[[list[str]], str]
 
 def _list_style(rng: Rng) -> ListStyle:
     """Returns a function that writes lists as text, seldom numbered."""
-    numbered, between = rng.random() < 0.2, _one(rng, LIST_SEPARATORS)
+    numbered, between = rng.random() < 0.2, one(rng, LIST_SEPARATORS)
     return lambda items: between.join(f"{number}. {item}" if numbered else item for number, item in enumerate(items, 1))
 
 
-def _identifier(rng: Rng) -> str:
+def identifier(rng: Rng) -> str:
+    """Draws a UUID."""
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
 def letters(rng: Rng, length: int) -> str:
     """Draws a word of lower-case letters."""
     return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(26, size=length))
-
-
-def _capitals(rng: Rng, length: int) -> str:
-    return letters(rng, length).upper()
 
 
 def _merged(rng: Rng, chains: Sequence[Sequence[T]]) -> list[T]:

@@ -1,12 +1,14 @@
 """Composed wordings: so many that a model learns to look for a key and the value beside it, not the words between them."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from msattn.trainer.data.tasks.wordings import TRAINING, Wording
 
 Rng = np.random.Generator
+T = TypeVar("T")
 
 _OPENINGS = (
     "|||||||Note that |Remember that |They say that |As we all know, |In the book, |On that day |It seems that |"
@@ -70,22 +72,22 @@ def compose(rng: Rng, words: Sequence[str]) -> Wording:
     kind = rng.random()
     if kind < 0.25:
         return TRAINING[rng.integers(len(TRAINING))]
-    noun, verb = _one(rng, NOUNS), _one(rng, VERBS)
+    noun, verb = one(rng, NOUNS), one(rng, VERBS)
     if rng.random() < 0.3:
         noun = f"{_some(rng, words)} {noun}"
     before, after = _fact(rng, kind, noun, verb, words)
-    fact = _one(rng, OPENINGS) + before if kind < 0.8 else before
-    form = _one(rng, QUESTIONS) if rng.random() < 0.5 else _question(rng, words)
+    fact = one(rng, OPENINGS) + before if kind < 0.8 else before
+    form = one(rng, QUESTIONS) if rng.random() < 0.5 else _question(rng, words)
     question = form.format(fact=before, noun=noun, verb=verb, key="{key}")
-    form = _one(rng, PLURALS) if rng.random() < 0.5 else _question(rng, words)
-    plural = form.format(noun=f"{noun}s", verb=_one(rng, ("are", "were", verb)), key="{key}")
+    form = one(rng, PLURALS) if rng.random() < 0.5 else _question(rng, words)
+    plural = form.format(noun=f"{noun}s", verb=one(rng, ("are", "were", verb)), key="{key}")
     return Wording(f"{fact} {{value}}{after}", question, plural)
 
 
 def introduce(rng: Rng, words: Sequence[str]) -> str:
     """Returns what may stand before a text with facts: an instruction, often with words of neither."""
-    return _one(rng, (_one(rng, INTRODUCTIONS), f"{_some(rng, words).capitalize()}.")).format(
-        noun=_one(rng, (_one(rng, NOUNS), _some(rng, words)))
+    return one(rng, (one(rng, INTRODUCTIONS), f"{_some(rng, words).capitalize()}.")).format(
+        noun=one(rng, (one(rng, NOUNS), _some(rng, words)))
     )
 
 
@@ -99,44 +101,45 @@ def _fact(rng: Rng, kind: float, noun: str, verb: str, words: Sequence[str]) -> 
             f"{{key}} {verb}",
             f"{{key}}, {_some(rng, words)}, {verb}",
             f"{_some(rng, words)} {{key}} {verb} {noun}",
-            f"the {noun} in the {_one(rng, NOUNS)} of {{key}} {verb}",
+            f"the {noun} in the {one(rng, NOUNS)} of {{key}} {verb}",
             f"{{key}} and its {noun} {verb} {_some(rng, words)}",
         )
-        return _one(rng, forms), f"{_one(rng, ENDINGS)}."
+        return one(rng, forms), f"{one(rng, ENDINGS)}."
     if kind < 0.92:
-        forms = (f"{{key}}{_one(rng, MARKS)}", f"{noun} of {{key}}{_one(rng, MARKS)}", f"{{key}}.{noun}{_one(rng, MARKS)}")
-        return _one(rng, forms), _one(rng, ("", ";", ".", ",", " |"))
-    return f"{_some(rng, words)} {{key}} {_some(rng, words)}", _one(rng, (".", f" {_some(rng, words)}.", "\n"))
+        forms = (f"{{key}}{one(rng, MARKS)}", f"{noun} of {{key}}{one(rng, MARKS)}", f"{{key}}.{noun}{one(rng, MARKS)}")
+        return one(rng, forms), one(rng, ("", ";", ".", ",", " |"))
+    return f"{_some(rng, words)} {{key}} {_some(rng, words)}", one(rng, (".", f" {_some(rng, words)}.", "\n"))
 
 
 def ask(rng: Rng, words: Sequence[str], about: str) -> str:
     """Returns a question about ``about`` in random words, and the beginning of the answer."""
-    return _question(rng, words).format(key=about, noun=_one(rng, NOUNS), verb=_one(rng, VERBS))
+    return _question(rng, words).format(key=about, noun=one(rng, NOUNS), verb=one(rng, VERBS))
 
 
 def _question(rng: Rng, words: Sequence[str]) -> str:
     """Returns a question about ``{key}`` in random words, and the beginning of the answer, often with words of neither."""
-    before = _one(rng, ASKING) if rng.random() < 0.6 else _some(rng, words).capitalize()
+    before = one(rng, ASKING) if rng.random() < 0.6 else _some(rng, words).capitalize()
     if rng.random() < 0.4:
         before = f"{before} {_some(rng, words)}"
     after = f" {_some(rng, words)}" if rng.random() < 0.5 else ""
-    return f"{before} {{key}}{after}{_one(rng, ASKED)}{_reply(rng, words, after)}"
+    return f"{before} {{key}}{after}{one(rng, ASKED)}{_reply(rng, words, after)}"
 
 
 def _reply(rng: Rng, words: Sequence[str], after: str) -> str:
     """Returns the beginning of the answer; it may repeat the key and what follows it in the question."""
     kind = rng.random()
     if kind < 0.35:
-        before = _one(rng, ("The {noun}", "The {noun} for", "The {noun} of", "For", _some(rng, words).capitalize()))
+        before = one(rng, ("The {noun}", "The {noun} for", "The {noun} of", "For", _some(rng, words).capitalize()))
         follows = after if rng.random() < 0.6 else f" {_some(rng, words)}"
-        return f"{before} {{key}}{follows} {_one(rng, ('{verb}', '{verb}', '{verb}:', 'as follows:'))}"
-    return _one(rng, REPLIES) if kind < 0.8 else _some(rng, words).capitalize()
+        return f"{before} {{key}}{follows} {one(rng, ('{verb}', '{verb}', '{verb}:', 'as follows:'))}"
+    return one(rng, REPLIES) if kind < 0.8 else _some(rng, words).capitalize()
 
 
 def _some(rng: Rng, words: Sequence[str]) -> str:
     """Returns one to five random words."""
-    return " ".join(_one(rng, words) for _ in range(rng.integers(1, 6)))
+    return " ".join(one(rng, words) for _ in range(rng.integers(1, 6)))
 
 
-def _one(rng: Rng, choices: Sequence[str]) -> str:
+def one(rng: Rng, choices: Sequence[T]) -> T:
+    """Draws one of ``choices``."""
     return choices[int(rng.integers(len(choices)))]

@@ -7,7 +7,6 @@ tasks with questions about documents need data sets and are left out.
 
 import math
 import re
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from msattn.trainer.data.tasks.exercises import distinct, letters, random_value
+from msattn.trainer.data.tasks.exercises import distinct, identifier, letters, random_value
 
 Rng = np.random.Generator
 Count = Callable[[str], int]  # the number of tokens of a text
@@ -134,7 +133,7 @@ def needles(
     draw = {
         "words": lambda: _key(rng, haystack),
         "numbers": lambda: random_value(rng, NUMBER_DIGITS),
-        "uuids": lambda: _uuid(rng),
+        "uuids": lambda: identifier(rng),
     }
     names = distinct(draw[key_kind], max(keys, queries))
     held = {name: distinct(draw[value_kind], values) for name in names}
@@ -249,7 +248,3 @@ def _inserted(rng: Rng, sentences: Sequence[str], hidden: Sequence[str]) -> list
 def _key(rng: Rng, haystack: Haystack) -> str:
     first, second = (haystack.words[i] for i in rng.integers(len(haystack.words), size=2))
     return f"{first}-{second}"
-
-
-def _uuid(rng: Rng) -> str:
-    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
