@@ -97,19 +97,12 @@ def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
             "no layer can be sparse; of layer 0: it attends through a sliding window of 64 tokens",
         ),
         (["data.seq_len=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
-        (["data.path=missing.txt"], "data.path=missing.txt: no such file"),
         (["data.path=latin1.txt"], "latin1.txt: not UTF-8 at byte 3"),
-        (["gate.block_size=48"], "gate.block_size=48: accepted is a power of two"),
-        (["gate.block_size=128", "data.seq_len=64"], "gate.block_size=128: at most data.seq_len=64"),
-        (["train.schedule=cosin", "train.steps=1"], "train.schedule=cosin"),
         ([], "outputs/tiny/base/gate: an artifact already exists"),
     ],
 )
 def test_train_gate_rejects(here: Path, rejected: Callable[..., str], overrides: list[str], message: str) -> None:
-    (here / "empty.txt").write_text("")
-    (here / "short.txt").write_text("a few words")
     (here / "latin1.txt").write_bytes(b"caf\xe9 au lait " * 500)
-    (here / "text.csv").write_text(text(4000))
     heldout = ["data.heldout_path=heldout.txt"]
     name = ["name=new"] if overrides else []
     assert message in rejected("train-gate", *SMALL, *heldout, *name, *overrides)
@@ -121,16 +114,9 @@ def test_cuda_without_a_gpu_is_rejected(rejected: Callable[..., str]) -> None:
     assert "device=cuda: PyTorch sees no CUDA GPU" in rejected("train-gate", *SMALL, "name=new", "device=cuda")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
-        (["kmeans.iterations=0"], "kmeans.iterations=0: accepted is an integer in [1, 1e6]"),
-        (["kmeans.engine=fais"], "kmeans.engine=fais: accepted are auto, batched, faiss (did you mean faiss?)"),
-    ],
-)
-def test_fit_kmeans_rejects(rejected: Callable[..., str], overrides: list[str], message: str) -> None:
-    assert message in rejected("fit-kmeans", *SMALL, "name=new", "data.heldout_path=heldout.txt", *overrides)
+def test_fit_kmeans_rejects(rejected: Callable[..., str]) -> None:
+    few = [*SMALL, "name=new", "data.heldout_path=heldout.txt", "kmeans.num_buckets=100000"]
+    assert "kmeans.num_buckets=100000" in rejected("fit-kmeans", *few)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +130,6 @@ def test_fit_kmeans_rejects(rejected: Callable[..., str], overrides: list[str], 
             ["overwrite=true", "resume=true", "qmodel.causal=true"],
             "cache was made with other settings (data, qmodel); resume=false starts again",
         ),
-        (["name=new", "qmodel.layers_at_once=0"], "qmodel.layers_at_once=0: accepted is an integer in [1, 1e6], or null"),
-        (["name=new", "qmodel.min_distance=-1"], "qmodel.min_distance=-1: accepted is an integer in [0, 1e9], or null"),
         (["name=new", "train.max_grad_norm=1"], "train.max_grad_norm=1.0: accepted is 0"),
     ],
 )
@@ -156,9 +140,6 @@ def test_train_qmodel_rejects(rejected: Callable[..., str], overrides: list[str]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["select.sparsity=1.0"], "select.sparsity=1.0: accepted is a number in [0, 1)"),
-        (["select.sparsity=-0.1"], "select.sparsity=-0.1: accepted is a number in [0, 1)"),
-        (["eval.recall.sparsities=[0.5,1.5]"], "eval.recall.sparsities"),
         (["eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
         (["eval.recall.length=8192"], "length=8192 of eval.recall: the model has positions for 4096 tokens"),
         (["artifacts.gate=outputs/tiny/none/gate"], "outputs/tiny/none/gate: no such folder"),

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,36 +11,26 @@ import torch
 from matplotlib.colors import to_hex
 from torch import Tensor
 
-from msattn.kernels import bench, merge_states
+from msattn.kernels import bench
 from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, peers, prefill_cases
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
-from msattn.kernels.bench.timing import ceilings
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from msattn.trainer.commands.bench_report import figure
-from tests.running import exit_code
+from tests.commands.conftest import Run
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
-TINY = ["bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]"]
+TINY = ["bench", "bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]"]
 TINY += ["device=cpu", "tracker=none"]
-Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.usefixtures("round_figures")
 
 
-@pytest.fixture
-def msattn(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the entry point in an empty folder; returns (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def _wide(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, on a wide terminal."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code("bench", *arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -134,13 +124,6 @@ def test_work_counts_the_scores_that_are_read() -> None:
     assert decode_cases._work(shape, 3, 200).flops == 4 * 16 * 2 * 6 * 3 * 200
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
-def test_random_zooms_skip_the_given_share_of_tokens(sparsity: float) -> None:
-    shape = replace(SMALL, length=64 * 256, batch=1)
-    skipped = prefill_cases._work(shape, prefill_cases._zoom(shape, sparsity), False)[1]
-    assert skipped == pytest.approx(sparsity, abs=0.01)  # the diagonal is always read
-
-
 def test_coarsened_mask_reads_as_many_keys() -> None:
     mask = (torch.rand(1, 3, 65, 65) < 0.2).tril()
     mask.diagonal(dim1=2, dim2=3).fill_(True)
@@ -171,14 +154,6 @@ def test_peers_that_cannot_run_have_a_note(monkeypatch: pytest.MonkeyPatch) -> N
     assert eager_row.note == "not timed: its scores need 0 GB, 0 GB are free"
     assert own.ms is not None
     assert own.times == {}
-
-
-@pytest.mark.slow
-def test_ceilings_are_measured_once() -> None:
-    found = ceilings("cpu", torch.float32)
-    assert 1e-4 < found.tflops < 100
-    assert 1e-4 < found.tb_s < 100
-    assert ceilings("cpu", torch.float32) is found
 
 
 def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> None:
@@ -253,34 +228,10 @@ def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_multirun_error_names_the_failed_operation(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_states, "merge_states", lambda outs, lses: (outs[0], lses[0]))
-    code, _, err = msattn(*TINY, "-m", "op=maxpool_attention,merge_states", "bench.peers=[]")
-    assert code == 1
-    assert err.startswith("msattn: job 1: merge_states disagrees")
-    assert (tmp_path / "outputs/bench/maxpool_attention/forward-cpu.csv").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["op=block_sparse"], "op=block_sparse: accepted are "),
-        (["op=flash_decode", "bench.direction=backward"], "flash_decode has no backward pass"),
-        (["bench.sweep=true"], "bench.sweep=true: needs a GPU"),
-    ],
-)
-def test_user_errors_are_one_line(msattn: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
-    code, _, err = msattn("device=cpu", *arguments)
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
-    assert not list(tmp_path.rglob("*.csv"))
-
-
-def test_figure_without_timed_rows() -> None:
-    (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
-    assert figure([replace(row, ms=None, note="not timed: out of memory")]).axes
+def test_a_sweep_needs_a_gpu(msattn: Run) -> None:
+    code, _, err = msattn("bench", "device=cpu", "bench.sweep=true")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "bench.sweep=true: needs a GPU" in err
 
 
 @pytest.mark.slow

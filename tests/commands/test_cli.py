@@ -15,23 +15,11 @@ from msattn.trainer.commands import compose
 from msattn.trainer.commands.generate import generate
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.errors import UserError
-from tests.running import exit_code
+from tests.commands.conftest import Run
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
 COMMANDS += ("serve", "push", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
-
-
-@pytest.fixture
-def msattn(capsys: pytest.CaptureFixture[str]):
-    """Runs the entry point in this process; returns (exit code, stdout, stderr)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = exit_code(*arguments)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -68,7 +56,7 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
     assert min(seconds) < 0.3
 
 
-def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None:
+def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) -> None:
     code, out, err = msattn("train-gate", "model=llama3", "train.steps=7", "--cfg", "job")
     assert (code, err) == (0, "")
     shown = yaml.safe_load(out)
@@ -107,7 +95,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn, here: Path, job: list) -> None
         ("demo modle=tiny", "unknown key modle"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_code_2(msattn, here: Path, job: list, arguments: str, says: str) -> None:
+def test_user_errors_are_one_line_and_exit_code_2(msattn: Run, here: Path, job: list, arguments: str, says: str) -> None:
     code, _, err = msattn(*arguments.split(" "))
     assert code == 2
     assert err.startswith("msattn: ")
@@ -118,7 +106,7 @@ def test_user_errors_are_one_line_and_exit_code_2(msattn, here: Path, job: list,
         assert not list(here.iterdir()), "a mistake must leave no files"
 
 
-def test_a_run_writes_its_configuration(msattn, here: Path, job: list) -> None:
+def test_a_run_writes_its_configuration(msattn: Run, here: Path, job: list) -> None:
     code, _, err = msattn("train-gate", "train.steps=3", "outputs=out", "name=mine")
     assert (code, err) == (0, "")
     ((cfg, arguments),) = job
@@ -130,14 +118,14 @@ def test_a_run_writes_its_configuration(msattn, here: Path, job: list) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_names_its_jobs_by_number(msattn, here: Path, job: list) -> None:
+def test_a_sweep_names_its_jobs_by_number(msattn: Run, here: Path, job: list) -> None:
     code, _, err = msattn("train-gate", "-m", "train.lr=1e-3,1e-4")
     assert (code, err) == (0, "")
     assert [(cfg.name, cfg.train.lr) for cfg, _ in job] == [("0", 1e-3), ("1", 1e-4)]
     assert sorted(p.name for p in (here / "outputs/tiny").iterdir()) == ["0", "1", "multirun.yaml"]
 
 
-def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
+def test_config_dir_adds_options(msattn: Run, here: Path, job: list) -> None:
     folder = here / "it's ${oc.env:HOME}"
     (folder / "gate").mkdir(parents=True)
     (folder / "gate" / "wide.yaml").write_text("defaults: [default, _self_]\nhidden: 256\n")
@@ -146,7 +134,7 @@ def test_config_dir_adds_options(msattn, here: Path, job: list) -> None:
     assert job[0][0].gate.hidden == 256
 
 
-def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
+def test_prompts_are_not_parsed_by_hydra(msattn: Run, here: Path, job: list) -> None:
     prompt = "What's = (this), ~ #1? \u00fc ${x}"
     assert msattn("generate", "--prompt", prompt)[0] == 0
     (here / "p.txt").write_text(prompt, encoding="utf-8")
@@ -155,7 +143,7 @@ def test_prompts_are_not_parsed_by_hydra(msattn, here: Path, job: list) -> None:
 
 
 @pytest.mark.slow
-def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn, here: Path) -> None:
+def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn: Run, here: Path) -> None:
     prompt, stats = "def add(first, second):\n    return first + second\n" * 40, {}
     for independent in (False, True):
         cfg = compose.compose("generate", ["dense_below=0", "probes=1", "max_new_tokens=2", f"independent={independent}"])
@@ -166,7 +154,7 @@ def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn, here: P
     assert (code, err) == (2, "msattn: unknown key independent\n")
 
 
-def test_a_fault_of_the_job_is_raised(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_job_is_raised(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Command, cfg: object, arguments: dict) -> None:
         raise RuntimeError("broken")
 
@@ -175,7 +163,7 @@ def test_a_fault_of_the_job_is_raised(msattn, here: Path, monkeypatch: pytest.Mo
         cli.main(["train-gate"])
 
 
-def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_of_the_job_are_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Command, cfg: object, arguments: dict) -> None:
         raise UserError("data.path=x: no such\nfile")
 
@@ -183,7 +171,7 @@ def test_user_errors_of_the_job_are_one_line(msattn, here: Path, monkeypatch: py
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
 
 
-def test_out_of_gpu_memory_is_one_line(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_gpu_memory_is_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out(self: Command, cfg: object, arguments: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
@@ -193,7 +181,7 @@ def test_out_of_gpu_memory_is_one_line(msattn, here: Path, monkeypatch: pytest.M
     assert "(CUDA out of memory); reduce mta.blocks" in err
 
 
-def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: Command, cfg: object, arguments: dict) -> None:
         raise KeyboardInterrupt("saved in out; resume=true continues")
 
@@ -203,7 +191,7 @@ def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn, here: Path, mo
     assert err == "msattn: interrupted: saved in out; resume=true continues\n"
 
 
-def test_other_ranks_write_no_run_folder(msattn, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_no_run_folder(msattn: Run, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert msattn("train-gate")[0] == 0
     assert len(job) == 1
@@ -231,13 +219,13 @@ def test_the_package_runs_as_a_module() -> None:
     assert done.stdout.startswith("msattn ")
 
 
-def test_doctor_takes_a_model_as_other_commands_do(msattn) -> None:
+def test_doctor_takes_a_model_as_other_commands_do(msattn: Run) -> None:
     code, out, _ = msattn("doctor", "--model", "tiny")
     assert (code, out) == (0, msattn("doctor", "tiny")[1])
     assert msattn("doctor", "tiny", "--model", "lab")[::2] == (2, "msattn: --model lab and tiny: give one of the two\n")
 
 
-def test_doctor(msattn) -> None:
+def test_doctor(msattn: Run) -> None:
     code, out, _ = msattn("doctor")
     assert code == 0
     for what in ("python", "torch", "triton", "transformers", "faiss", "wandb", "reference kernels", "Triton kernels"):

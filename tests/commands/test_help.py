@@ -1,6 +1,7 @@
 """--help and msattn help: order, explanations and choices from the schema, width, topics and their nearest names."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,20 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.commands.keys import first_sentence, keys_of
 from msattn.trainer.errors import UserError
-from tests.running import exit_code
+from tests.commands.conftest import Run
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
+Page = Callable[..., tuple[int, str]]
+
+
 @pytest.fixture
-def page(capsys: pytest.CaptureFixture[str]):
+def page(msattn: Run) -> Page:
     """Runs the command line; returns its exit code and what it printed."""
 
     def run(*arguments: str) -> tuple[int, str]:
-        code = exit_code(*arguments)
-        out, err = capsys.readouterr()
+        code, out, err = msattn(*arguments)
         return code, out or err
 
     return run
@@ -40,7 +43,7 @@ def test_the_first_keys_of_a_command_are_its_own() -> None:
         assert set(COMMANDS[command].first.split()) <= {*known.groups, *known.keys}
 
 
-def test_help_of_a_command(page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_a_command(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     code, out = page("train-gate", "--help")
     assert code == 0
@@ -54,7 +57,7 @@ def test_help_of_a_command(page, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_help_leaves_out_what_a_command_does_not_use(page) -> None:
+def test_help_leaves_out_what_a_command_does_not_use(page: Page) -> None:
     """Commands that answer prompts read no text and write no artifacts."""
     topics = [page("help", topic)[1] for topic in ("data", "data.path", "experiment", "resume")]
     for command in ("generate", "serve"):
@@ -64,14 +67,14 @@ def test_help_leaves_out_what_a_command_does_not_use(page) -> None:
         assert not [topic for topic in topics if f"msattn {command} --help" in topic]
 
 
-def test_choices_are_named_where_the_text_does_not(page) -> None:
+def test_choices_are_named_where_the_text_does_not(page: Page) -> None:
     known = keys_of("train-gate").keys
     assert known["model.init"].explanation.endswith("no download: pretrained, random")
     assert known["gate.loss"].explanation == "mse (the paper), kl or smooth_l1"
     assert known["gate.q_pool"].override == "gate.q_pool=[avg,max,min]"
 
 
-def test_the_overview_names_commands_groups_and_overrides(page) -> None:
+def test_the_overview_names_commands_groups_and_overrides(page: Page) -> None:
     code, out = page("help")
     assert code == 0
     for text in ("train-gate", "key=value", "model/presets  lab, long, small, teacher, tiny", "msattn help gate.heads"):
@@ -79,20 +82,7 @@ def test_the_overview_names_commands_groups_and_overrides(page) -> None:
 
 
 @pytest.mark.slow
-def test_a_group(page) -> None:
-    code, out = page("help", "select")
-    assert code == 0
-    for text in (
-        "nucleus         Selects the fewest blocks",
-        "select.sparsity=0.5",
-        "select=nucleus: sum of the row-normalised",
-        "msattn eval",
-    ):
-        assert text in out
-
-
-@pytest.mark.slow
-def test_a_command_lists_the_selections_that_it_can_use(page) -> None:
+def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
     """Each of the others is refused, and the page of the group says by which commands."""
     options = {
         command: keys_of(command).groups["select"].options.keys() for command in ("eval", "generate", "serve", "finetune")
@@ -109,21 +99,13 @@ def test_a_command_lists_the_selections_that_it_can_use(page) -> None:
 
 
 @pytest.mark.slow
-def test_a_group_with_keys_of_one_command(page) -> None:
+def test_a_group_with_keys_of_one_command(page: Page) -> None:
     out = page("help", "train")[1]
     assert "msattn finetune: shard weights" in out
     assert out.count("train.lr=") == 1
 
 
-@pytest.mark.slow
-def test_a_group_without_keys_of_its_own(page) -> None:
-    code, out = page("help", "experiment")
-    assert code == 0
-    assert "lab_rope" in out
-    assert "Keys" not in out
-
-
-def test_a_section_and_a_key(page) -> None:
+def test_a_section_and_a_key(page: Page) -> None:
     assert "eval.needle.samples=8" in page("help", "eval.needle")[1]
     out = page("help", "gate.heads")[1]
     assert "default      query in msattn train-gate\n" in out
@@ -131,13 +113,13 @@ def test_a_section_and_a_key(page) -> None:
     assert "msattn train-gate --help" in out
 
 
-def test_a_command_is_explained_as_by_its_help(page) -> None:
+def test_a_command_is_explained_as_by_its_help(page: Page) -> None:
     assert page("help", "fit-kmeans") == page("fit-kmeans", "--help")
     assert page("help", "doctor") == page("doctor", "--help")
 
 
 @pytest.mark.parametrize(("topic", "near"), [("gte.heads", "gate.heads"), ("trian-gate", "train-gate")])
-def test_unknown_topics_name_the_nearest(page, topic: str, near: str) -> None:
+def test_unknown_topics_name_the_nearest(page: Page, topic: str, near: str) -> None:
     assert page("help", topic) == (2, f"msattn: help {topic}: no command, group or key has this name (did you mean {near}?)\n")
 
 

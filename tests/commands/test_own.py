@@ -116,14 +116,6 @@ def test_mistakes_are_named(
         own_overrides(model, data)
 
 
-def test_damaged_configurations_are_refused(tmp_path: Path) -> None:
-    path = folder(tmp_path)
-    for content, message in (("{", "not valid JSON"), ("[]", "holds a list, accepted is an object")):
-        (path / "config.json").write_text(content)
-        with pytest.raises(UserError, match=message):
-            own_overrides(str(path), None)
-
-
 @pytest.mark.slow
 def test_a_gate_of_ones_own_model_and_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.serving.attach import attach, load
+from msattn.trainer.serving.attach import load
 from tests.factory import tiny_model
 from tests.hub_server import CUT, READER, TOKEN, Hub
 from tests.running import exit_code
@@ -107,18 +107,6 @@ def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push,
     assert len(hub.repositories[NAME].commits) == 2
     assert push(run_folder, NAME)[0] == 0
     assert len(hub.repositories[NAME].commits) == 2, "nothing changed, so there is no commit"
-
-
-@pytest.mark.slow
-def test_an_artifact_from_the_hub_is_attached(hub: Hub, push, run_folder: Path) -> None:
-    from msattn.trainer import models
-    from msattn.trainer.config import ModelConfig
-
-    push(run_folder, NAME)
-    model: Any = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu").model
-    with attach(model, gate=NAME, qmodel=NAME, select={"sink_blocks": 0, "local_blocks": 0}, dense_below=0) as sparse:
-        model.generate(torch.arange(300)[None] % 250, max_new_tokens=2)
-    assert sparse.stats()["sparsity"] > 0
 
 
 # Model cards

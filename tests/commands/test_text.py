@@ -10,9 +10,7 @@ from safetensors.torch import load_file
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import RunConfig
-from msattn.trainer.config.model import packaged_models
 from msattn.trainer.data import cache
-from msattn.trainer.errors import UserError
 from tests.running import exit_code
 from tests.test_bad_input import SMALL, text
 
@@ -46,21 +44,6 @@ def test_a_large_model_has_no_default_text(command: str, msattn: Callable[..., t
     ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
     assert (code, lines) == (2, [f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}"])
     assert list(Path().glob("outputs")) == []
-
-
-@pytest.mark.slow
-def test_which_models_have_a_default_text() -> None:
-    for model in packaged_models():
-        cfg = compose("train-gate", [f"model={model}"])
-        if model in ("tiny", "lab"):
-            cfg.check_text()
-            assert cfg.data.source == "stdlib"
-        else:
-            with pytest.raises(UserError, match=f"choose the text on which model={model} trains"):
-                cfg.check_text()
-    own = ["model=own", "model.name=mine", "model.path=./mine"]
-    with pytest.raises(UserError, match=r"choose the text on which --model \./mine trains"):
-        compose("train-gate", own).check_text()
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,6 @@ def test_every_option_composes(group: str) -> None:
         assert compose("finetune" if whole else command, [f"{group}={option}", *path, *whole])
 
 
-@pytest.mark.parametrize("command", WITH_A_MODEL)
-def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
-    cfg = compose(command, ["experiment=demo"])
-    assert (cfg.name, cfg.overwrite, cfg.data.seq_len) == ("demo", True, 3072)
-
-
 @pytest.mark.parametrize(
     ("command", "override", "says"),
     [
@@ -109,7 +103,11 @@ def test_the_demo_experiment_composes_for_every_command(command: str) -> None:
         ("eval", "eval.tasks=[neddle]", "(did you mean needle?)"),
         ("eval", "probes=-1", "probes=-1: accepted is an integer in [0, 1e6], or null"),
         ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: accepted is a list, each a number in [0.001, 0.5]"),
+        ("train-gate", "gate.phase=decoding", "gate.phase=decoding: accepted are prefill, decode (did you mean decode?)"),
+        ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: gate.sink + gate.recent below"),
         ("generate", "keys=0.05 probes=2", "keys=0.05: accepted is null with probes=2"),
+        ("generate", "keys=0.7", "keys=0.7: accepted is null, a share in [0.001, 0.5], or a whole number of keys"),
+        ("generate", "threshold=0.1 keys=64", "threshold=0.1: accepted is null with keys=64"),
         ("train-qmodel", "train.compile=true qmodel.source=online", "train.compile=True: accepted is false"),
         ("bench", "bench.lengths=[0]", "bench.lengths=[0]: accepted is one or more, each an integer in [1, 1e9], or null"),
         ("bench", "bench.queries=[]", "bench.queries=[]: accepted is one or more, each an integer in [1, 16]"),

@@ -15,23 +15,6 @@ from tests.running import exit_code
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
-YARN = [f"yarn-{sparsity}" for sparsity in (0.5, 0.6, 0.7, 0.8, 0.9)]
-LOSSES = ["loss-mse", "loss-kl", "loss-smooth_l1"]
-BUCKETS = ["buckets-64", "buckets-256", "buckets-1024"]
-CLASSIFIERS = [f"range-{distance}_residual-{residual}" for distance in (512, 0) for residual in (False, True)]
-POOLINGS = [f"pool-{q}_{k}" for q in ("avg", "avg-max-min") for k in ("avg", "max", "max-min", "avg-max-min")]
-JOB_NAMES = {  # of each sweep, by command and experiment; sweeps of experiment=lab are over the names themselves
-    ("finetune", "lab_yarn_gates"): YARN,
-    ("eval", "lab_32k"): ["yarn", *YARN],
-    ("train-gate", "lab_rope"): ["rope-True", "rope-False"],
-    ("eval", "lab_rope_lengths"): [f"rope-{rope}-{length}" for rope in (True, False) for length in (8192, 16384, 32768)],
-    ("train-gate", "lab_pooling"): POOLINGS,
-    ("eval", "lab_pooling_eval"): POOLINGS,
-    ("train-gate", "lab_losses"): LOSSES,
-    ("fit-kmeans", "lab_buckets"): BUCKETS,
-    ("train-qmodel", "lab_classifiers"): CLASSIFIERS,
-    ("eval", "lab_classifiers_eval"): CLASSIFIERS,
-}
 
 
 def experiment_of(arguments: list[str]) -> str:
@@ -102,8 +85,7 @@ def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> Non
                 assert any(path.startswith(f"{cfg.folder}/") for path in there) or experiment == "lab_rope_lengths"
             if command == "train-qmodel":
                 assert cfg.artifacts.kmeans or str(cfg.folder / "kmeans") in there
-        names = [cfg.name for cfg in checked]
-        assert names == JOB_NAMES.get((command, experiment), names)
+        assert len({(cfg.name, cfg.eval.perplexity.length if command == "eval" else 0) for cfg in checked}) == len(checked)
         if experiment == "lab_rope_lengths":
             assert {cfg.eval.perplexity.length for cfg in checked} == {8192, 16384, 32768}
 

@@ -156,20 +156,6 @@ def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
-def test_each_pass_visits_every_item_once(tmp_path: Path) -> None:
-    visited: list[int] = []
-
-    class Recorded(Points):
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            visited.append(index)
-            return super().__getitem__(index)
-
-    run(Regression(), tmp_path, dataset=Recorded())
-    passes = [visited[start : start + 10] for start in range(1, 41, 10)]  # after a look at the size of an item
-    assert all(sorted(indices) == list(range(10)) for indices in passes)
-    assert passes[0] != passes[1]
-
-
 def test_evaluation_runs_in_eval_mode_and_is_logged(tmp_path: Path) -> None:
     module = Regression()
     modes: list[bool] = []

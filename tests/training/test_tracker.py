@@ -264,16 +264,6 @@ class Job(JobConfig):
         return Path(self.outputs) / "a" / "b"
 
 
-def test_wandb_mode_is_respected_and_a_failed_run_is_finished(
-    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with pytest.raises(RuntimeError, match="boom"), start(WANDB, tmp_path):
-        raise RuntimeError("boom")
-    assert runs[0][1]["mode"] == "offline"
-    assert runs[0][0].finished
-
-
 def test_an_unreachable_wandb_server_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
 
@@ -300,9 +290,3 @@ def test_a_tracker_that_cannot_start_after_the_work_is_a_warning(
     assert warning.count("\n") == 1
     with pytest.raises(UserError, match="wandb is not installed"):
         Tracker.of_job(job, "train-gate", folder=tmp_path, run_name="name")
-
-
-def test_a_missing_wandb_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"tracker=wandb: wandb is not installed"):
-        start(WANDB, tmp_path)

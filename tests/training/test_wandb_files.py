@@ -13,8 +13,6 @@ from unittest.mock import patch
 import pytest
 
 from msattn import cli
-from msattn.trainer.config import JobConfig, TrackerConfig
-from msattn.trainer.training.tracker import Tracker
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
@@ -91,45 +89,6 @@ def holding(text: str, folder: Path) -> list[Path]:
     return [path for path in files if text.encode() in path.read_bytes()]
 
 
-class Job(JobConfig):
-    """A command whose results are in ``outputs/tiny/base``."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.outputs) / "tiny" / "base"
-
-
-def test_tables_reports_and_uploaded_artifacts_are_in_the_files_of_a_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    gate = tmp_path / "gate"
-    gate.mkdir()
-    (gate / "manifest.json").write_text(json.dumps({"kind": "gate", "content_hash": "ab" * 32, "metrics": {"recall": 0.5}}))
-    (gate / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "report.html").write_text("<p>report</p>")
-    job = Job(tracker=TrackerConfig("wandb", "tests", "study", upload=True), outputs=str(tmp_path))
-    rows = [{"task": "needle", "score": 0.5}, {"task": "latency", "score": None, "length": 8}, {"task": "x", "length": "long"}]
-    with Tracker.of_job(job, "eval", folder=tmp_path / "run", run_name="name") as tracker:
-        tracker.html("report", tmp_path / "report.html")
-        tracker.table("results", rows)
-        tracker.log_artifact(gate)
-    assert capfd.readouterr().out.startswith("wandb sync ")
-
-    (run,) = of_kind(tmp_path / "run", "run")
-    assert (run.project, run.display_name, run.run_group, run.job_type) == ("tests", "name", "study", "eval")
-    assert list(run.tags) == ["tiny", "base"]
-    columns = ("task", "score", "length")
-    assert table(tmp_path / "run", "results") == [{column: row.get(column) for column in columns} for row in rows]
-    (html,) = (tmp_path / "run").glob(f"wandb/offline-run-*/files/{history(tmp_path / 'run')['report/path']}")
-    assert "<p>report</p>" in html.read_text("utf-8")
-    (artifact,) = [each for each in of_kind(tmp_path / "run", "artifact") if each.type == "gate"]
-    assert artifact.name == "tiny-base-gate"
-    assert set(artifact.aliases) == {"latest", "ab" * 8}
-    assert [file.path for file in artifact.manifest.contents] == ["manifest.json", "model.safetensors"]
-    assert json.loads(artifact.metadata)["metrics"] == {"recall": 0.5}
-    assert holding(SECRET, tmp_path) == []
-
-
 SMALL = ["device=cpu", "data=text", "data.path=text.txt", "data.seq_len=192", "tracker=wandb", "tracker.group=study"]
 TRAIN = ["train.steps=2", "train.batch_size=1", "train.num_workers=0", "train.warmup_steps=0", "gate.block_size=16"]
 EVAL = ["eval.tasks=[perplexity]", "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}", "eval.baselines=[quest]"]
@@ -159,12 +118,15 @@ def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(tmp_path:
     (gate,) = [each for each in of_kind(folders["train-gate"], "artifact") if each.type == "gate"]
     content_hash = json.loads((base / "gate/manifest.json").read_text())["content_hash"]
     assert content_hash[:16] in gate.aliases
+    assert {file.path for file in gate.manifest.contents} == {path.name for path in (base / "gate").iterdir()}
     assert history(folders["train-gate"])["_step"] == 2
     for job in ("eval", "generate"):
         assert summary(folders[job])["read/gate"] == content_hash
 
     rows = table(folders["eval"], "results")
     assert {row["method"] for row in rows} >= {"dense", "gate", "quest"}
+    (page,) = folders["eval"].glob(f"wandb/offline-run-*/files/{history(folders['eval'])['report/path']}")
+    assert page.read_bytes() == (base / "eval/report.html").read_bytes()
     written = json.loads((base / "eval/results.json").read_text())["rows"]
     assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in written])
     assert summary(folders["eval"])["perplexity/dense"] == rows[0]["score"]

@@ -4,6 +4,7 @@ An artifact is a folder of four files: ``model.safetensors``, ``config.yaml`` (t
 ``manifest.json`` (its kind, base model, training data and versions) and ``README.md`` (a model card for the Hub). Pickle is
 never used.
 """
+# ruff: noqa: F401 (names for import from here)
 
 from msattn.trainer.artifacts.folders import SHIPPED, artifact_folder, artifacts_of_run, default_artifact, find
 from msattn.trainer.artifacts.hub import push
@@ -11,25 +12,3 @@ from msattn.trainer.artifacts.manifest import IDENTITY_FIELDS, KINDS, Artifact, 
 from msattn.trainer.artifacts.module import ArtifactModule
 from msattn.trainer.artifacts.reading import check_tensors, read, read_kind
 from msattn.trainer.artifacts.writing import check_writable, print_summary, versions, write
-
-__all__ = [
-    "IDENTITY_FIELDS",
-    "KINDS",
-    "SHIPPED",
-    "Artifact",
-    "ArtifactModule",
-    "artifact_folder",
-    "artifacts_of_run",
-    "check_model",
-    "check_tensors",
-    "check_writable",
-    "content_hash",
-    "default_artifact",
-    "find",
-    "print_summary",
-    "push",
-    "read",
-    "read_kind",
-    "versions",
-    "write",
-]

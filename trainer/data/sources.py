@@ -130,11 +130,14 @@ def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
 
 def _stdlib_files(pattern: str | None) -> dict[str, Path]:
     """Returns the files of :func:`_stdlib_documents` by the names of the modules."""
-    root, found = Path(sysconfig.get_path("stdlib")), {}
-    for path in sorted(root.rglob("*.py")):
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    root, paths, found = Path(sysconfig.get_path("stdlib")), list[Path](), {}
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - excluded  # not searched: they may have many files
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    for path in sorted(paths):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts)
-        excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
         if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
             found[name] = path
     if not found:
