@@ -93,9 +93,9 @@ def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
     for command, refused in (("generate", "scores=a_shape"), ("serve", "policy=multiscale"), ("finetune", "scores=quest")):
         with pytest.raises(UserError, match=f"^select.{refused}: "):
             compose(command, [f"select={refused.partition('=')[2]}", "artifacts.gate=embedded"])
-    page = " ".join(page("help", "select")[1].split())
-    assert "by default calibrated in msattn eval" in page
-    assert "MoA). Not in generate, serve, finetune." in page
+    shown = " ".join(page("help", "select")[1].split())
+    assert "by default calibrated in msattn eval" in shown
+    assert "MoA). Not in generate, serve, finetune." in shown
 
 
 @pytest.mark.slow
