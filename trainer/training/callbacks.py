@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -38,35 +39,22 @@ SLOW_PASSES = 5.0  # seconds of a step from which its passes are shown
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(eq=False, repr=False)
 class TrainingCallback(TrainerCallback):
-    """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete checkpoints.
+    """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete checkpoints."""
 
-    ``evaluate`` returns the metrics to log every ``train.eval_every`` steps and after the last one. ``settings`` are stored in
-    each checkpoint (:func:`msattn.trainer.training.checkpoints.resume_settings`). ``previous`` is the result of the run that is
-    resumed. ``stop_consensus`` lets all ranks stop after the same step. ``tokens`` are those of an item, if it has any.
-    """
+    module: nn.Module
+    train: TrainConfig
+    tracker: Tracker
+    evaluate: Callable[[], dict[str, float]] | None  # what is logged every ``train.eval_every`` steps and at the end
+    settings: dict[str, Any]  # stored in each checkpoint, see :func:`~msattn.trainer.training.checkpoints.resume_settings`
+    previous: TrainingResult  # of the run that is resumed
+    stop_consensus: StopConsensus  # lets all ranks stop after the same step
+    tokens: int | None  # of an item, if it has any
 
-    def __init__(
-        self,
-        module: nn.Module,
-        train: TrainConfig,
-        tracker: Tracker,
-        evaluate: Callable[[], dict[str, float]] | None,
-        settings: dict[str, Any],
-        previous: TrainingResult,
-        stop_consensus: StopConsensus,
-        tokens: int | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.module = module
-        self.train = train
-        self.tracker = tracker
-        self.evaluate = evaluate if train.eval_every else None
-        self.settings = settings
-        self.previous = previous
-        self.stop_consensus = stop_consensus
-        self.losses = previous.losses
-        self.metrics = previous.metrics
+    def __post_init__(self) -> None:
+        self.evaluate = self.evaluate if self.train.eval_every else None
+        self.losses, self.metrics = self.previous.losses, self.previous.metrics
         self.signal = 0  # the signal number that this process received; 0: none
         self.console = Console()
         self._started = time.perf_counter()
