@@ -127,8 +127,8 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
 
     Raises UserError for a model of another shape or other RoPE parameters (the message names the first field that differs).
-    Returns a warning for other weights, as of a quantized model, and those that cannot be compared; with ``strict`` they are
-    refused.
+    Returns a warning, or with ``strict`` refuses, if weights differ, as of a quantized model, or cannot be compared; None if
+    all fits.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

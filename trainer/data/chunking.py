@@ -69,7 +69,7 @@ def chunks(
 
     ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
     used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed. Raises
-    UserError as :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a BOS token that lacks.
+    UserError as :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a missing BOS token.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:

@@ -48,7 +48,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields ``rows`` as they are measured, and before writes all so far to ``path``, which a KeyboardInterrupt names."""
+    """Yields ``rows`` as they are measured; before each, writes all so far to ``path``, which KeyboardInterrupt names."""
     written: list[Mapping[str, Any]] = []
     try:
         for row in rows:

@@ -173,8 +173,8 @@ class NeedlePrompt(NamedTuple):
     """A prompt that ends with a question and its answer."""
 
     ids: Tokens  # [length]
-    answer_tokens: int  # number of tokens at the end, as that of the question's before them
-    question_tokens: int
+    answer_tokens: int  # at the end
+    question_tokens: int  # before the answer
     statement: str  # the needle that is asked for
     question: str
 
