@@ -1,5 +1,7 @@
 """Managers of continuous batching: their configuration, what is refused in one line, and other ways to create one."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models import tap
 from msattn.trainer.serving import steps
 from msattn.trainer.serving.attach import attach, disable, enable
+from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
@@ -31,13 +34,41 @@ ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "time": ({**ROUTED, "measure_time": True}, "measure_recall and measure_time are not supported"),
 }
 CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
-    "page": ({"page_size": 24}, "page_size=24: accepted are multiples of 16, the gate's block size"),
+    "page": ({"page_size": 24}, "page_size=24: accepted are multiples of 16, the block size of the selection"),
     "offload": ({"cpu_offload_space": 0.5}, "cpu_offload_space=0.5: accepted is 0"),
     "prompts": ({"use_cuda_graph": True}, "use_cuda_graph=True: prompts are not captured"),
     "both": ({"use_cuda_graph": (True, True)}, "use_cuda_graph="),
     "level": ({"default_compile_level": 1}, "default_compile_level"),
     "compile": ({"varlen_compile_config": CompileConfig()}, "varlen_compile_config"),
 }
+
+
+def test_prompts_that_wait_for_room_are_not_overtaken() -> None:
+    """Six requests decode; of a prompt of 31 tokens neither all nor a block before its last 16 tokens fits beside them."""
+
+    def request(tokens: int, status: str = "PENDING") -> Any:
+        status = SimpleNamespace(name=status)
+        return SimpleNamespace(status=status, position_offset=0, remaining_prefill_tokens=[0] * tokens, tokens_to_process=[])
+
+    def schedule(state: Any, tokens: list[int], budget: int) -> None:
+        state.tokens_to_process = tokens[:budget]
+
+    def process(candidates: Iterable[Any], budget: int) -> list[int]:
+        taken = []
+        for state in candidates:
+            scheduler._schedule_request(state, state.remaining_prefill_tokens, budget)
+            taken.append(len(state.tokens_to_process))
+        return taken
+
+    scheduler: Any = SimpleNamespace(
+        _process_candidates=process, _schedule_request=schedule, cache=SimpleNamespace(search_prefix_match=None)
+    )
+    WholeBlocks(scheduler, block=16, last=16)
+    decoded = [request(1, "DECODING") for _ in range(6)]
+    assert scheduler._process_candidates([*decoded, request(31), request(5)], 36) == [1] * 6
+    assert scheduler._process_candidates([request(5), *decoded, request(31), *decoded[:1]], 36) == [5, *[1] * 7]
+    assert scheduler._process_candidates([request(31), request(2), request(50)], 36) == [31, 2]
+    assert scheduler._process_candidates([request(50), request(5)], 36) == [32]  # 18 are left, of which 16 stay together
 
 
 @pytest.mark.parametrize("name", ATTACHED)

@@ -201,10 +201,9 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
-    """Raises UserError, which calls it ``name``, for a size of pages that do not hold whole blocks of the gate."""
-    if sparse.gate is not None:
-        block = sparse.gate.cfg.block_size
-        require(size % block == 0, name, size, f"accepted are multiples of {block}, the gate's block size")
+    """Raises UserError, which calls it ``name``, for pages that do not hold whole blocks of the selection."""
+    block, _ = sparse.paged.chunks
+    require(size % block == 0, name, size, f"accepted are multiples of {block}, the block size of the selection")
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:

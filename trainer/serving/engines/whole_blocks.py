@@ -8,7 +8,8 @@ class WholeBlocks:
     """Cuts the prompts that a scheduler of transformers' continuous batching divides between passes at whole blocks.
 
     Cut elsewhere, a prompt would have other row blocks. Its last tokens, which a selection may look at one by one, stay in one
-    chunk; a single one would be decoded. A prompt that gets less than a block waits for the next pass.
+    chunk; a single one would be decoded. A prompt that gets less than a block waits for a later pass, and so do those behind
+    it, which would take its place again and again.
 
     Parameters
     ----------
@@ -32,9 +33,13 @@ class WholeBlocks:
 
     def _ready(self, candidates: Iterable[Any]) -> Iterator[Any]:
         """Yields the requests of which a token or a whole block has room in the rest of the pass."""
+        waits = False
         for state in candidates:
-            if _is_decoded(state) or self._chunk(state, len(state.remaining_prefill_tokens)):
-                yield state
+            if not _is_decoded(state):
+                waits = waits or not self._chunk(state, len(state.remaining_prefill_tokens))
+                if waits:
+                    continue
+            yield state
 
     def _schedule_request(self, state: Any, tokens: list[int], token_budget: int, *others: Any) -> None:
         """Stands in for the scheduler's method, with the same arguments."""
