@@ -123,13 +123,7 @@ def test_leaving_the_context_restores_the_model(model: Any) -> None:
 def test_a_left_padded_batch_matches_its_rows_alone(model: Any) -> None:
     rows = [random_tokens(1, n, seed=n)[0] for n in (37, 80)]
     settings: dict[str, Any] = {"probes": 2, "recent": 5, "dense_layers": (0,)}
-    with attach(
-        model,
-        gate=gate_for(model),
-        select=NEAREST_HALF,
-        qmodel=random_partition(),
-        **settings,
-    ) as sparse:
+    with attach(model, gate=gate_for(model), select=NEAREST_HALF, qmodel=random_partition(), **settings) as sparse:
         ids, mask = left_padded(rows)
         options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
         together: Any = generate(model, ids, mask, **options)

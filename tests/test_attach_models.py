@@ -18,12 +18,7 @@ from tests.factory import random_tokens, tiny_model
 from tests.test_attach import gate_for, random_partition, save
 
 HALF = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
-SPARSE: dict[str, Any] = {
-    "select": HALF,
-    "probes": 1,
-    "recent": 4,
-    "dense_layers": (),
-}
+SPARSE: dict[str, Any] = {"select": HALF, "probes": 1, "recent": 4, "dense_layers": ()}
 
 
 @pytest.fixture(autouse=True)

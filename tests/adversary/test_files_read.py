@@ -54,12 +54,7 @@ def names_asked(folder: Path, load: Callable[[Path], Any], monkeypatch: pytest.M
 def load_directly(folder: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(folder)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-    ):  # without tokenizer.json it looks for others
+    except (OSError, ValueError, KeyError, ImportError):  # without tokenizer.json it looks for others
         assert not (folder / VOCABULARY).exists()
     AutoModelForCausalLM.from_pretrained(folder)
 

@@ -17,14 +17,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.artifact import Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.models.families import (
-    FAMILIES,
-    attention_layers,
-    check_supported,
-    family_of,
-    output_logits,
-    served_layers,
-)
+from msattn.trainer.models.families import FAMILIES, attention_layers, check_supported, family_of, output_logits, served_layers
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, scale_rope

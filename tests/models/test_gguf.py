@@ -75,10 +75,7 @@ def test_the_tokenizer_matches_special_tokens_digits_and_blank_lines(file: Path,
     tokenizer = load_gguf(file).tokenizer
     assert (
         tokenizer.tokenize("<|start|>in the\n\n  12<|end|>")
-        == [
-            *("<|start|>", "<|start|>", "i", "n", "Ġthe"),
-            *("ĊĊ", "ĠĠ", "1", "2", "<|end|>"),
-        ][1:]
+        == [*("<|start|>", "<|start|>", "i", "n", "Ġthe"), *("ĊĊ", "ĠĠ", "1", "2", "<|end|>")][1:]
     )
     assert tokenizer.tokenize("zoo") == ["z", "o", "o"]
     assert len(tokenizer) == SIZE, "transformers' own <|endoftext|> is not added"

@@ -137,11 +137,7 @@ def test_beams_read_as_their_sequences_alone(where: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "reads",
-    [{"probes": 1}, {"keys": 0.2}, {"threshold": 0.3}],
-    ids=str,
-)
+@pytest.mark.parametrize("reads", [{"probes": 1}, {"keys": 0.2}, {"threshold": 0.3}], ids=str)
 def test_steps_equal_ordinary_passes(
     reads: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
 ) -> None:

@@ -36,11 +36,7 @@ SAMPLE_SIZE = 4096  # values of each sampled tensor that are hashed
 
 
 def fingerprint(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
-    *,
-    id: str = "",
-    revision: str | None = None,
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, id: str = "", revision: str | None = None
 ) -> dict[str, Any]:
     """Returns the fields that identify a model in a manifest.
 

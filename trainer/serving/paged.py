@@ -11,12 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from msattn.kernels.paged import (
-    paged_block_sparse_attention,
-    paged_bucket_decode,
-    paged_bucket_sizes,
-    paged_flash_decode,
-)
+from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_bucket_sizes, paged_flash_decode
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError

@@ -21,15 +21,7 @@ from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import (
-    BLOCK,
-    BUCKETS,
-    EVERY_BLOCK,
-    LAYERS,
-    attach_reading_all,
-    gate_for,
-    random_partition,
-)
+from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
 
 HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
 PRODUCTS = """

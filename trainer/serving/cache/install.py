@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache, StaticLayer
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
