@@ -48,9 +48,7 @@ class GenerationKeys:
 def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     """Returns the configuration of a model, from ``config.json`` or the metadata of a GGUF file.
 
-    Raises
-    ------
-    UserError : ``config.json`` is missing or damaged, describes another family, or has a value that makes no sense.
+    Raises UserError if it is missing or damaged, describes another family, or has a value that makes no sense.
     """
     document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
     family = str(document.get("model_type"))
@@ -104,9 +102,7 @@ def _passed(document: Mapping[str, Any]) -> dict[str, Any]:
 def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "GenerationConfig":
     """Returns the model's generation configuration, from the keys of :class:`GenerationKeys`, or with the tokens of ``config``.
 
-    Raises
-    ------
-    UserError : ``generation_config.json`` is damaged, or has a value that makes no sense.
+    Raises UserError if ``generation_config.json`` is damaged, or has a value that makes no sense.
     """
     from transformers import GenerationConfig
 

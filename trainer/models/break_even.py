@@ -19,18 +19,11 @@ BREAK_EVEN: dict[int, dict[float, int]] = {
 
 
 class DecodingCost(NamedTuple):
-    """The cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time.
+    """The cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time."""
 
-    Attributes
-    ----------
-    overhead : of a step: choosing buckets, launching kernels.
-    overhead_of_row : of each sequence of the batch.
-    factor : of a byte that is read through the bucket index.
-    """
-
-    overhead: float
-    overhead_of_row: float
-    factor: float
+    overhead: float  # of a step: choosing buckets, launching kernels
+    overhead_of_row: float  # of each sequence of the batch
+    factor: float  # of a byte that is read through the bucket index
 
 
 DECODING_COST: dict[int, DecodingCost] = {
@@ -55,12 +48,8 @@ def prefill_break_even(sparsity: float, device: torch.device) -> int:
 def decoding_break_even(device: torch.device, key_bytes: int, window: int, share: float, batch: int) -> int:
     """Returns the number of keys of each sequence from which routed decoding beats dense attention.
 
-    Parameters
-    ----------
-    key_bytes : bytes of a key and its value, of all heads of a layer.
-    window : keys that are always read.
-    share : share of the buckets that is read.
-    batch : number of sequences.
+    A key and its value take ``key_bytes`` in all heads of a layer. The ``window`` is always read, and a ``share`` of the
+    buckets.
     """
     cost = DECODING_COST.get(_measured_device(device, tuple(DECODING_COST)))
     if cost is None:

@@ -16,16 +16,10 @@ MARK = "\u2063msattn\u2063"  # stands for a message whose surroundings are wante
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a prompt, int64 ``[1, N]``.
+    """Returns the tokens of a prompt, int64 ``[1, N]``: of text, or of messages, which always need a chat template.
 
-    Parameters
-    ----------
-    prompt : text, or the messages of a conversation, which always need a chat template.
-    chat : make text the message of a user; None does so if the tokenizer has a chat template.
-
-    Raises
-    ------
-    UserError : there is no chat template, it or the tokenizer refuses the messages, or nothing is left of them.
+    ``chat`` makes text the message of a user; None does so if the tokenizer has a chat template. Raises UserError if there is
+    no chat template, it or the tokenizer refuses the messages, or nothing is left of them.
     """
     if isinstance(prompt, str):
         if not uses_chat(tokenizer, chat):
@@ -37,13 +31,9 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, 
 
 
 def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a conversation that ends with a message of the user, int64 ``[1, N]``.
+    """Returns the tokens of a conversation that ends with a message of the user, int64 ``[1, N]``, as :func:`encode_prompt`.
 
     Without a chat template the model continues text: an answer follows its message directly, and a blank line separates turns.
-
-    Raises
-    ------
-    UserError : as :func:`encode_prompt`.
     """
     if uses_chat(tokenizer, chat):
         return encode_prompt(tokenizer, messages, chat)
@@ -56,12 +46,7 @@ def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages
 
 
 def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tuple[list[int], list[int]]:
-    """Returns the tokens before and after the text of a prompt; the latter are none without a chat template.
-
-    Raises
-    ------
-    UserError : as :func:`encode_prompt`.
-    """
+    """Returns the tokens before and after the text of a prompt; the latter are none without a chat template."""
     if not uses_chat(tokenizer, chat):
         return list(tokenizer("").input_ids), []
     before, _, after = _render(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)

@@ -38,10 +38,8 @@ class Index:
 def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     """Returns the folder with the weight files, after checks, before a model of the size in ``config`` takes memory.
 
-    Raises
-    ------
-    UserError : there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere, or holds
-        code; two files have the same weights; there are fewer bytes than the model has weights; or a GGUF file has others.
+    Raises UserError if there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere,
+    or holds code; two files have the same weights; there are fewer bytes than the model has weights; or a GGUF file has others.
     """
     if files.gguf is not None and not os.path.lexists(files.gguf.with_name(ADAPTER)):
         _check_size(files, config, 8 * files.gguf.stat().st_size)
@@ -84,12 +82,7 @@ def _regular(files: ModelFiles, name: str) -> Path:
 
 
 def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str, Any]) -> None:
-    """Checks that the files have exactly the model's weights, and that these are finite; ``info`` is transformers' report.
-
-    Raises
-    ------
-    UserError : weights are missing, of another shape, left over, or not finite.
-    """
+    """Raises UserError unless the files have exactly the model's weights, all finite; ``info`` is transformers' report."""
     if missing := sorted(info["missing_keys"]):  # transformers initialized them at random
         raise UserError(f"{files.name}: the checkpoint has no weights for {', '.join(missing[:3])}")
     for name, found, expected in sorted(info["mismatched_keys"]):

@@ -16,12 +16,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the device; ``auto`` is CUDA if available. Under ``torchrun`` each rank gets its own GPU.
-
-    Raises
-    ------
-    UserError : ``cuda`` without a GPU.
-    """
+    """Returns the device; ``auto`` is CUDA if available. Under ``torchrun`` each rank gets its own GPU."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -36,12 +31,7 @@ def compute_devices(model: "nn.Module") -> list[torch.device]:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype; ``auto`` is bfloat16 on CUDA, float32 elsewhere.
-
-    Raises
-    ------
-    UserError : an unknown ``dtype``.
-    """
+    """Returns the dtype; ``auto`` is bfloat16 on CUDA, float32 elsewhere."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:

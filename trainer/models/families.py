@@ -108,18 +108,11 @@ def family_of(config: "PreTrainedConfig") -> Family:
 
 
 class LayerAttention(NamedTuple):
-    """The attention of one layer.
-
-    Attributes
-    ----------
-    layer : index of the layer.
-    rotates : RoPE rotates its queries and keys.
-    kept : the reason why the layer keeps the model's own attention; None if it is served and may be sparse.
-    """
+    """The attention of one layer."""
 
     layer: int
-    rotates: bool
-    kept: str | None
+    rotates: bool  # by RoPE
+    kept: str | None  # the reason why it keeps the model's own attention; None if it is served and may be sparse
 
 
 def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
@@ -201,16 +194,7 @@ def max_length(config: "PreTrainedConfig") -> int:
 
 
 def check_length(config: "PreTrainedConfig", seq_len: int, given: str = "") -> None:
-    """Checks that a sequence fits the model's positions.
-
-    Parameters
-    ----------
-    given : the argument that asks for so many tokens, for the message; by default ``data.seq_len`` and its value.
-
-    Raises
-    ------
-    UserError : ``seq_len`` exceeds :func:`max_length`.
-    """
+    """Raises UserError if a sequence exceeds :func:`max_length`; ``given`` names the argument that asks for so many tokens."""
     longest = max_length(config)
     if seq_len > longest:
         raise UserError(
@@ -234,10 +218,8 @@ def output_logits(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
 def check_supported(config: "PreTrainedConfig") -> None:
     """Checks that the tap and the kernels support the model.
 
-    Raises
-    ------
-    UserError : another family, attention that the kernels do not compute, no layer with full attention, another RoPE type,
-        unsupported head counts or head sizes.
+    Raises UserError for another family, attention that the kernels do not compute, no layer with full attention, another RoPE
+    type, and unsupported head counts or head sizes.
     """
     config = text_config(config)
     if reason := refusal(config):

@@ -39,14 +39,8 @@ OF_DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Memor
 def gguf_metadata(path: Path, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the metadata of a file, in which lists of texts are their lengths, and the names of its tensors.
 
-    Parameters
-    ----------
-    where : beginning of error messages, such as ``model.path=model.gguf``.
-
-    Raises
-    ------
-    UserError : a package is missing or too old, the file is damaged or a part of a model, or transformers would read its
-        architecture, its RoPE or its tokenizer as another one.
+    Raises UserError, which begins with ``where``, if a package is missing or too old, the file is damaged or a part of a model,
+    or transformers would read its architecture, its RoPE or its tokenizer as another one.
     """
     check_regular(path, where)
     _check_packages(where)
@@ -62,12 +56,7 @@ def gguf_metadata(path: Path, where: str) -> tuple[dict[str, Any], tuple[str, ..
 
 
 def gguf_config(path: Path, where: str) -> dict[str, Any]:
-    """Returns the keys of ``config.json`` for a GGUF file; their values are not checked.
-
-    Raises
-    ------
-    UserError : as :func:`gguf_metadata`, or the file ends before its tensors.
-    """
+    """Returns the keys of ``config.json`` for a GGUF file; their values are not checked."""
     from transformers import PreTrainedConfig
 
     metadata, names = gguf_metadata(path, where)

@@ -10,47 +10,27 @@ from torch import Tensor
 class LayerInputs:
     """Inputs of one attention layer: N current tokens and M keys, cached ones included.
 
-    Attributes
-    ----------
-    layer : index of the layer.
-    q, k, v : Tensor [B, Hq, N, D], [B, Hkv, M, D], [B, Hkv, M, D], after RoPE.
-    q_nope, k_nope : Tensor [B, Hq, N, D], [B, Hkv, N, D]
-        Queries and keys of the current tokens before RoPE, after the q/k norm if the model has one. In a layer without RoPE
-        they are those that are scored, with all that the model applies to them.
-    cos, sin : Tensor [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer without RoPE.
-    scale : factor of the scores.
-    softcap : limit of the scores, which become ``softcap * tanh(score / softcap)``, or None.
-    sinks : Tensor [Hq] or None
-        A logit of each query head that takes part in the softmax without a value.
-    kv_start : int32 Tensor [B] or None
-        Number of padded positions before each sequence; None without padding.
-    cache : this layer's cache object (transformers' ``CacheLayerMixin``), already updated, or None.
-    positions : int64 Tensor [B or 1, N] or None
-        Positions of the current tokens in RoPE.
-    pooled_keys : fp32 Tensor [B, Hkv, Tc, P] or None
-        Pooled keys before RoPE of all blocks, for gates in passes after cached tokens.
-    kv_len : int32 Tensor [B] or None
-        Number of filled positions of k and v, where they are buffers with free positions.
-    ends_prompt : whether the last token is the last one of a prompt; False in its chunks before.
+    ``q_nope`` and ``k_nope`` are queries and keys of the current tokens before RoPE, after the q/k norm if the model has one.
+    In a layer without RoPE they are those that are scored, with all that the model applies to them.
     """
 
     layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_nope: Tensor
-    k_nope: Tensor
-    cos: Tensor
+    q: Tensor  # [B, Hq, N, D], after RoPE
+    k: Tensor  # [B, Hkv, M, D], after RoPE
+    v: Tensor  # [B, Hkv, M, D]
+    q_nope: Tensor  # [B, Hq, N, D]
+    k_nope: Tensor  # [B, Hkv, N, D]
+    cos: Tensor  # [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer without RoPE
     sin: Tensor
-    scale: float
-    kv_start: Tensor | None
-    cache: Any
-    positions: Tensor | None = None
-    pooled_keys: Tensor | None = None
-    kv_len: Tensor | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    ends_prompt: bool = True
+    scale: float  # of the scores
+    kv_start: Tensor | None  # int32 [B], number of padded positions before each sequence; None without padding
+    cache: Any  # of this layer (transformers' ``CacheLayerMixin``), already updated, or None
+    positions: Tensor | None = None  # int64 [B or 1, N], of the current tokens in RoPE
+    pooled_keys: Tensor | None = None  # fp32 [B, Hkv, Tc, P], before RoPE of all blocks, for gates after cached tokens
+    kv_len: Tensor | None = None  # int32 [B], number of filled positions of k and v, if they have free ones
+    softcap: float | None = None  # limit of the scores, which become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [Hq], a logit of each query head that takes part in the softmax without a value
+    ends_prompt: bool = True  # the last token is the last one of a prompt; False in its chunks before
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores as the layer's softmax gets them."""

@@ -23,16 +23,8 @@ Result = TypeVar("Result")
 def limited(call: Callable[[], Result], where: str) -> Result:
     """Returns ``call()``, computed in a forked copy of this process; the result is pickled, other effects are lost.
 
-    Libraries raise many kinds of errors for damaged files, or abort the process. Here each is the same refusal.
-
-    Parameters
-    ----------
-    where : beginning of error messages, which the reason follows in parentheses.
-
-    Raises
-    ------
-    UserError : ``call`` raised an exception, ended the process, or took more than :data:`SECONDS`,
-        :data:`WAIT` or :data:`BYTES`.
+    Libraries raise many kinds of errors for damaged files, or abort the process. Here each is the same UserError, ``where``
+    with the reason in parentheses, also for more than :data:`SECONDS`, :data:`WAIT` or :data:`BYTES`.
     """
     forks = multiprocessing.get_context("fork")
     receiver, sender = forks.Pipe(duplex=False)

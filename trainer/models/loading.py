@@ -42,17 +42,8 @@ class Loaded:
 def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
     """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
-    Parameters
-    ----------
-    cfg : the ``model`` section of the configuration
-    device : ``auto``, ``cpu``, ``cuda`` or ``cuda:N``
-    dtype : ``auto``, ``float32``, ``float16`` or ``bfloat16``
-    seed : for ``model.init=random``; equal seeds, device types and dtypes give equal weights
-
-    Raises
-    ------
-    UserError : ``model.path`` cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or
-        its memory is too small.
+    Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError if ``model.path``
+    cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or its memory is too small.
     """
     with activity(f"loading the model {cfg.name}"):
         return _load(cfg, resolve_device(device), dtype, seed)
@@ -76,12 +67,7 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
 
 
 def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
-    """Returns the configuration of a supported model and its tokenizer, without reading weights.
-
-    Raises
-    ------
-    UserError : as :func:`load`.
-    """
+    """Returns the configuration of a supported model and its tokenizer, without reading weights."""
     return _config_and_tokenizer(cfg, _files(cfg))
 
 
@@ -89,10 +75,6 @@ def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
     """Returns the configuration of a model without reading weights or code; :func:`check_supported` is not called.
 
     That of a packaged model is in its YAML, so nothing is downloaded.
-
-    Raises
-    ------
-    UserError : there is no such model, or it is of no supported family.
     """
     in_yaml = cfg.architecture is not None and cfg.path != "embedded"
     return random_config(cfg) if in_yaml else pretrained_config(_files(cfg))
@@ -120,12 +102,7 @@ def _public_id(cfg: ModelConfig, files: ModelFiles, seed: int) -> str:
 
 
 def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
-    """Returns the configuration that ``model.architecture`` describes.
-
-    Raises
-    ------
-    UserError : an unsupported ``model_type``, an unknown key (the message names the nearest one) or an invalid value.
-    """
+    """Returns the configuration that ``model.architecture`` describes."""
     from transformers import AutoConfig
 
     architecture = dict(cfg.architecture or {})

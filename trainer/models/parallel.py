@@ -26,9 +26,7 @@ class HeadShard(NamedTuple):
 def head_shard(model: "PreTrainedModel") -> HeadShard:
     """Returns the heads that this rank computes; all of them without tensor parallelism.
 
-    Raises
-    ------
-    UserError : the projections of queries and keys are divided in another way than by heads, or the layers are not Llama's.
+    Raises UserError if q_proj, k_proj and v_proj are divided in another way than by heads, or the layers are not Llama's.
     """
     attention = decoder(model).layers[served_layers(model.config)[0]].self_attn
     projections = {name: module.weight for name, module in attention.named_modules() if hasattr(module, "weight")}

@@ -35,18 +35,11 @@ class KeysNotKnown(RuntimeError):
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a model whose angles depend on the position alone.
+    """The rotation of a model whose angles depend on the position alone."""
 
-    Attributes
-    ----------
-    inv_freq : fp32 ``[r / 2]``, radians per token.
-    scaling : factor of cos and sin.
-    interleaved : layout of the pairs.
-    """
-
-    inv_freq: Tensor
-    scaling: float
-    interleaved: bool = False
+    inv_freq: Tensor  # fp32 [r / 2], radians per token
+    scaling: float  # of cos and sin
+    interleaved: bool = False  # layout of the pairs
 
     @classmethod
     def of(cls, config: "PreTrainedConfig", device: torch.device) -> "Rotation | None":
@@ -73,11 +66,8 @@ class Rotation:
 def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
     """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE: ``[B, Hkv, end - first, D]``.
 
-    Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache.
-
-    Raises
-    ------
-    KeysNotKnown : older keys are needed, but the ``rotation`` or the positions are not known.
+    Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache; KeysNotKnown if the ``rotation`` or the
+    positions are not known.
     """
     end = x.num_keys if end is None else end
     if not x.rotates:
@@ -103,18 +93,9 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Applies RoPE to queries or keys.
+    """Applies RoPE to queries or keys ``[B, H, N, D]``.
 
-    Parameters
-    ----------
-    x : Tensor [B, H, N, D]
-    cos, sin : Tensor [B or 1, N, r]
-        Of each rotated channel, attention factor included. The channels after the first r stay.
-    interleaved : layout of the pairs.
-
-    Returns
-    -------
-    Tensor [B, H, N, D]
+    ``cos`` and ``sin`` are ``[B or 1, N, r]``, attention factor included. The channels after the first r stay.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -125,28 +106,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 def inverse_frequencies(
     config: "PreTrainedConfig", dim: int | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
-    """Returns the angle per position by which the model's RoPE rotates each pair, in full-attention layers.
+    """Returns the angle per position by which the model's RoPE rotates each pair, in full-attention layers, and its scaling.
 
-    Parameters
-    ----------
-    config : the model's configuration
-    dim : int, optional
-        Head size to compute the frequencies for, with the model's base and scaling; default: the model's head size.
-    device : device of the result
-
-    Returns
-    -------
-    inv_freq : Tensor fp32, radians per token, of ``dim / 2`` pairs times the share of channels that rotate.
-    attention_scaling : float
-        Factor that the model multiplies cos and sin by (1 except for YaRN and LongRoPE).
-
-    Raises
-    ------
-    ValueError : a RoPE type other than default, linear, dynamic, llama3, yarn, longrope.
-
-    Notes
-    -----
-    LongRoPE has two sets of frequencies; these are those of long sequences.
+    The angles are fp32 ``[r / 2]``, in radians, for heads of size ``dim`` (by default the model's). The scaling is the factor
+    of cos and sin, 1 except for YaRN and LongRoPE. LongRoPE has two sets of frequencies; these are those of long sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -195,10 +158,6 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
     model has: Llama-3.1 has factor 8 and 131,072 positions, and factor 32 gives it 524,288. Only YaRN with an
     ``original_max_position_embeddings`` of its own has, by definition, so many times its factor. Where ``scaling`` gives none,
     that of the model stays.
-
-    Raises
-    ------
-    UserError : a RoPE type that is not supported, or a missing or wrong parameter.
     """
     kind, before = scaling.get("rope_type"), rope_parameters(config)
     if kind not in ROPE_TYPES:

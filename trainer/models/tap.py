@@ -254,12 +254,7 @@ def padding_start(attention_mask: Tensor) -> Tensor | None:
 
 
 def left_padding(attention_mask: Tensor) -> list[int]:
-    """Returns the number of padded positions before each row of a mask ``[B, M]`` that is non-zero at tokens.
-
-    Raises
-    ------
-    UserError : padding other than on the left.
-    """
+    """Returns the number of padded positions before each row of a mask ``[B, M]`` that is non-zero at tokens."""
     tokens = attention_mask.bool()
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     kv_start = tokens.shape[1] - tokens.sum(dim=1)
@@ -282,20 +277,13 @@ def _register() -> None:
 
 @contextmanager
 def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
-    """Replaces the attention of every served layer of ``model`` by ``attend`` inside the context.
+    """Replaces the attention of every served layer of ``model`` (also of a PEFT model) by ``attend`` inside the context.
 
     Supports ``generate`` with a growing cache, left padding, gradients, and passes of several threads at the same time. A
     layer's tensors are released after its attention.
 
-    Parameters
-    ----------
-    model : a decoder of a supported family, with or without its language model head, or a PEFT model of one
-    attend : called once per served layer and forward pass
-
-    Raises
-    ------
-    UserError : the model is already tapped, or is copied or pickled inside the context. In a forward pass: right padding, a 4D
-        mask, packed sequences or a static cache.
+    Raises UserError if the model is already tapped, or is copied or pickled inside the context, and in a forward pass for right
+    padding, a 4D mask, packed sequences or a static cache.
     """
     _register()
     base = decoder(model)
@@ -352,17 +340,9 @@ def _dense_attention(
 
 
 def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:
-    """Runs the forward pass without the language model head.
+    """Returns the last hidden states ``[B, N, hidden]``, without the language model head.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-    input_ids : LongTensor [B, N]
-    inputs : further arguments of the model's forward, such as ``attention_mask``; ``use_cache`` defaults to False
-
-    Returns
-    -------
-    Tensor [B, N, hidden] : the last hidden states. Gradients are recorded unless the caller disables them.
+    Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given. Gradients are recorded.
     """
     return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
 

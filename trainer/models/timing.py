@@ -13,12 +13,7 @@ SDPA_BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"
 
 
 class TokenClock(BaseStreamer):
-    """Records when ``generate`` hands over the prompt and each new token, for batches too.
-
-    Attributes
-    ----------
-    times : seconds of the host's clock, of the prompt first.
-    """
+    """Records when ``generate`` hands over the prompt and each new token, for batches too, on the host's clock."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -71,9 +66,7 @@ class BackendUnavailable(RuntimeError):
 def use_backend(kernel: str | None) -> Iterator[None]:
     """Restricts SDPA to the backend ``kernel``, a value of :data:`SDPA_BACKENDS`; None leaves the choice to PyTorch.
 
-    Raises
-    ------
-    BackendUnavailable : the body ran out of device memory, or PyTorch has no such backend for its inputs.
+    Raises BackendUnavailable if device memory is too small, or PyTorch has no such backend for the inputs.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

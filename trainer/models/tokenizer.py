@@ -79,10 +79,8 @@ class Settings:
 def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
     """Returns the tokenizer of a model, as transformers loads it; code that the user trusts runs once, without limits.
 
-    Raises
-    ------
-    UserError : there is no tokenizer, a file is damaged, encoding a short text takes long or fails, tokens are drawn at random,
-        or there is code that ``trust_remote_code`` does not allow.
+    Raises UserError if there is no tokenizer, a file is damaged, encoding a short text takes long or fails, tokens are drawn at
+    random, or there is code that ``trust_remote_code`` does not allow.
     """
     from transformers import AutoTokenizer
 

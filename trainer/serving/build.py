@@ -33,21 +33,13 @@ from msattn.trainer.serving.statistics import Statistics
 
 
 class Host(NamedTuple):
-    """The model that sparse attention is built for, in whatever engine it runs.
-
-    Attributes
-    ----------
-    config, dtype : of the model.
-    identify : returns its fingerprint.
-    shard : returns the heads that this rank computes.
-    place : moves modules to the model's device and returns the device.
-    """
+    """The model that sparse attention is built for, in whatever engine it runs."""
 
     config: Any
     dtype: torch.dtype
-    identify: Callable[[], dict[str, Any]]
-    shard: Callable[[], HeadShard]
-    place: Callable[..., torch.device]
+    identify: Callable[[], dict[str, Any]]  # returns its fingerprint
+    shard: Callable[[], HeadShard]  # returns the heads that this rank computes
+    place: Callable[..., torch.device]  # moves modules to the model's device and returns the device
 
 
 def build_sparse(host: Host, options: AttachOptions) -> Sparse:

@@ -25,18 +25,11 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides by lengths how the attention of a layer is computed.
-
-    Attributes
-    ----------
-    selection : of the blocks of prompts, or None.
-    routed : decoding over buckets, or None.
-    dense_below : number of keys below which prompts are dense, because that is faster.
-    """
+    """Decides by lengths how the attention of a layer is computed."""
 
     selection: Selection | None
     routed: RoutedDecoding | None
-    dense_below: int
+    dense_below: int  # number of keys below which prompts are dense, because that is faster
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Returns whether the tokens of a pass are served together as a prompt, rather than each as a new token."""
@@ -54,13 +47,9 @@ class Dispatch:
         return Way.BLOCKS if known or self.selection.gate is None else Way.FALLBACK
 
     def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Way:
-        """Returns the way of new tokens.
+        """Returns the way of new tokens of a ``batch`` of sequences, the longest of which has so many ``keys``.
 
-        Parameters
-        ----------
-        keys : of the longest sequence; None where only the device knows it, as in CUDA graphs.
-        batch : number of sequences.
-        known : whether their keys have buckets and attention over these may be used.
+        These are None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
         if self.routed is None or layer not in self.routed.layers:
             return Way.DENSE

@@ -26,28 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class Step:
-    """The tensors of a step, at fixed addresses, and its graph once it is captured.
-
-    Attributes
-    ----------
-    key : what the graph depends on; another key needs another step.
-    routed : whether routed layers read buckets, else every key.
-    position : int64 ``[1]``, cache index of the new token.
-    kv_len, window : int32 ``[B]``, number of keys with the new one, and length of the dense window.
-    kv_start : int32 ``[B]`` or None, left padding.
-    tokens_left : number of tokens for which no buffer grows and no index is rebuilt.
-    """
+    """The tensors of a step, at fixed addresses, and its graph once it is captured."""
 
     def __init__(self, key: tuple, inputs: dict[str, Tensor], *, routed: bool, padded: bool) -> None:
         first = next(iter(inputs.values()))
         batch, device = len(first), first.device
-        self.key, self.routed, self.batch = key, routed, batch
+        self.key, self.routed, self.batch = key, routed, batch  # another key needs another step
         with torch.inference_mode(False):
             self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
-            self.position = torch.zeros(1, dtype=torch.int64, device=device)
+            self.position = torch.zeros(1, dtype=torch.int64, device=device)  # cache index of the new token
+            # Number of keys with the new one, and length of the dense window; left padding.
             self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
             self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
-        self.tokens_left = 0
+        self.tokens_left = 0  # for which no buffer grows and no index is rebuilt
         self.padding: list[int] = []
         self.has_run = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None

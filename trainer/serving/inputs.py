@@ -19,16 +19,9 @@ INTEGERS = (torch.int64, torch.int32)
 def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, static: bool = False) -> Tensor | None:
     """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model has a message of its own.
 
-    Parameters
-    ----------
-    inputs : arguments of the decoder's forward pass; their ``attention_mask`` covers cached tokens too.
-    cached : number of tokens in its cache.
-    static : the caller's cache is a static one; for these ``generate`` converts the mask to ``kv_start`` before the pass. So do
-        models with images, for each type of layer, before they run their language model.
-
-    Raises
-    ------
-    UserError : an input of another type or shape, no token, or an id outside the vocabulary.
+    ``inputs`` are the arguments of a pass after ``cached`` tokens, which their ``attention_mask`` covers too. For a ``static``
+    cache of the caller, ``generate`` converts the mask to ``kv_start`` before the pass. So do models with images, for each type
+    of layer, before they run their language model. Raises UserError for another type or shape, no token, or an unknown id.
     """
     ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
@@ -72,17 +65,10 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
 
 
 def check_held(cache: Any, config: Any, batch: int, kv_heads: int, *, every_layer: bool) -> None:
-    """Checks that the keys and values of a cache are those of ``batch`` sequences of this model.
+    """Raises UserError unless the keys and values of a cache are those of ``batch`` sequences of this model.
 
-    Parameters
-    ----------
-    cache : its served layers are of :class:`msattn.trainer.serving.cache.layers.GrowingLayer`.
-    kv_heads : key/value heads that this process computes.
-    every_layer : check all of these, once for each cache. The first and the last one show whether a pass was interrupted.
-
-    Raises
-    ------
-    UserError : another number of layers, layers of unequal length, or keys and values of another shape.
+    The served layers are GrowingLayers with the ``kv_heads`` of this process. Every one is checked once for each cache; the
+    first and the last one show whether a pass was interrupted.
     """
     layers, served = cache.layers, served_layers(config)
     length = layers[served[0]].get_seq_length()

@@ -30,12 +30,7 @@ def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
 
 
 def load_router(path: str | Path) -> QModel | KMeans | DecodeGate:
-    """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself.
-
-    Raises
-    ------
-    UserError : as :func:`load`, or the artifact is a gate for prefill.
-    """
+    """Loads a query classifier or, in a folder without one, decode gates, or else a k-means, which routes by itself."""
     artifact = load(artifacts.find(path, "qmodel", "decode_gate", "kmeans"))
     if isinstance(artifact, Gate):
         raise UserError(f"qmodel={path}: this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans artifact")

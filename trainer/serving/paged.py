@@ -67,14 +67,8 @@ def is_paged(arguments: dict[str, Any]) -> bool:
 class PagedAttention:
     """Attention of every layer in passes over paged caches.
 
-    Parameters
-    ----------
-    ways, statistics, rotation : those of the :class:`msattn.trainer.serving.sparse.Sparse`.
-
-    Notes
-    -----
-    Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In
-    a CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
+    Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In a
+    CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
     """
 
     def __init__(self, ways: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:

@@ -21,9 +21,7 @@ SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layer
 def checked_numbers(config: Any, router: AnyRouter | None, **given: Any) -> dict[str, Any]:
     """Returns the numbers of decoding with a router, {} without one.
 
-    Raises
-    ------
-    UserError : a number is out of range or has no use, or the router is for another model.
+    Raises UserError if a number is out of range or has no use, or the router is for another model.
     """
     if router is None:
         for name, value in given.items():
@@ -45,12 +43,7 @@ def checked_numbers(config: Any, router: AnyRouter | None, **given: Any) -> dict
 def serving_numbers(
     router: AnyRouter | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
 ) -> dict[str, Any]:
-    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults.
-
-    Raises
-    ------
-    UserError : a value of another type.
-    """
+    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
     recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
     found = {
         name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
@@ -76,9 +69,7 @@ class Reads(NamedTuple):
 def reads_of(router: AnyRouter | None, *, probes: int | None, keys: float | None, threshold: float | None) -> Reads:
     """Returns what a new token reads by ``probes``, ``keys`` or ``threshold``.
 
-    Raises
-    ------
-    UserError : two of the three are given, the router cannot serve them, or there are no thresholds for this share.
+    Raises UserError if two of the three are given, the router cannot serve them, or has no thresholds for this share.
     """
     given = [f"{name}={value}" for name, value in (("keys", keys), ("threshold", threshold)) if value is not None]
     if not given:

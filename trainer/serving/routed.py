@@ -155,25 +155,11 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
 def decode_attention(
     x: LayerInputs, probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
 ) -> SparseAttention:
-    """Computes the attention of one query per row over the dense window and the visited buckets.
+    """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys and the visited buckets.
 
-    Parameters
-    ----------
-    x : LayerInputs
-        ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are
-        queries of one of its sequences.
-    probes : Tensor
-        int32 ``[B, Hkv, L]``, from :func:`msattn.trainer.methods.buckets.route`.
-    window : int or Tensor int32 ``[B]``
-        Number of last keys that are always read: :meth:`BucketLayer.window`.
-    sink : int
-        Number of first keys that are always read.
-    counts : Tensor int64 ``[B, Hkv]``, optional
-        The number of keys that are read is added to it.
-
-    Returns
-    -------
-    SparseAttention : ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]``.
+    ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are queries of
+    one of its sequences. ``probes`` are int32 ``[B, Hkv, L]``, and a ``window`` of each row int32 ``[B]``. The number of keys
+    that are read is added to ``counts``, int64 ``[B, Hkv]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     state = bucket_decode(

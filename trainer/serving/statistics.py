@@ -24,12 +24,9 @@ class SparseStats(dict[str, Any]):
 class Statistics:
     """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
 
-    Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. With a
-    ``timer``, the time of each phase is measured, too.
-
-    Parameters
-    ----------
-    reads : how often the key/value heads are read for one token: for each query head of a group if they choose by themselves.
+    Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. For one token
+    a key/value head is read ``reads`` times: for each query head of a group if they choose by themselves. With a ``timer``, the
+    time of each phase is measured, too.
     """
 
     def __init__(self, timer: PhaseTimer | None = None, reads: int = 1) -> None:

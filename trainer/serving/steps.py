@@ -51,11 +51,7 @@ class _Current(threading.local):
 class DecodingSteps(NotCopied):
     """The forward pass of an attached decoder: steps over single tokens where possible, else the original one.
 
-    Parameters
-    ----------
-    decoder : module with ``layers``; :func:`msattn.trainer.models.families.decoder` of the model.
-    sparse : reads the attention of a step and counts what was read.
-    cuda_graphs : whether steps are captured; without, they are launched kernel by kernel.
+    Steps are captured with ``cuda_graphs``; without, they are launched kernel by kernel.
     """
 
     device_type = "cuda"

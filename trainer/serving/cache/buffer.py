@@ -10,12 +10,8 @@ STEP = 256  # capacities are multiples of it
 class Buffer:
     """A tensor ``[B, H, length, ...]`` at the start of memory with free positions: appending writes only what is new.
 
-    The address of the memory changes only in :meth:`reserve` and if the number of rows changes.
-
-    Attributes
-    ----------
-    memory : Tensor ``[B, H, capacity, ...]`` or None before the first token.
-    length : number of filled positions.
+    The address of ``memory [B, H, capacity, ...]``, None before the first token, changes only in :meth:`reserve` and if the
+    number of rows changes.
     """
 
     def __init__(self, filled: Tensor | None = None, length: int | None = None) -> None:

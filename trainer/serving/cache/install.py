@@ -23,14 +23,11 @@ def install_layers(
     dense_layers: tuple[int, ...] = (0,),
     rebuild_every: int = REBUILD_EVERY,
 ) -> None:
-    """Replaces the layers of a cache: routed ones by :class:`BucketLayer`, others by :class:`GrowingLayer`.
+    """Replaces the layers of a cache, with the tokens that they hold.
 
-    Those of a ``BlockRouter`` are :class:`BlockLayer`. The tokens that it holds are kept.
-    Layers in ``dense_layers`` count as not routed. Only the layers ``served`` (None: all) are replaced.
-
-    Raises
-    ------
-    UserError : the cache does not keep the full context on the model's device, as quantized, offloaded and sliding ones.
+    Routed ones that are not in ``dense_layers`` become :class:`BucketLayer` or, of a ``BlockRouter``, :class:`BlockLayer`,
+    others :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches without the
+    full context on the model's device.
     """
     replaced = range(num_layers) if served is None else served
     check_cache(cache, replaced, num_layers)
@@ -76,13 +73,7 @@ def can_crop(cache: Cache) -> bool:
 
 
 def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Checks that a cache can grow by ``tokens``.
-
-    Raises
-    ------
-    UserError : a static cache has fewer positions; or there is not enough free memory on a GPU, and the message says how many
-        bytes are needed.
-    """
+    """Raises UserError if a static cache has too few positions for ``tokens`` more, or a GPU too little free memory."""
     layers = served_layers(config)
     first, length = cache.layers[layers[0]], cache.get_seq_length()
     capacity, limit = first.key_buffer.capacity, first.max_cache_len

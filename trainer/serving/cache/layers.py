@@ -33,23 +33,15 @@ MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are 
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, for inference, in buffers with free positions.
 
-    Appending a token writes only that token, whereas DynamicLayer copies the whole cache.
-
-    Attributes
-    ----------
-    key_buffer, value_buffer : Buffer
-        Keys after RoPE, and values, ``[B, Hkv, M, D]``.
-    pooled : dict
-        Pooled keys for gates, by poolings and block size, from the first call of :meth:`pool_keys` on.
-    max_cache_len : int or None
-        Number of tokens that the static layer before it had room for.
+    Appending a token writes only that token, whereas DynamicLayer copies the whole cache. The buffers hold keys after RoPE, and
+    values, ``[B, Hkv, M, D]``.
     """
 
-    max_cache_len: int | None = None
+    max_cache_len: int | None = None  # tokens that the static layer before it had room for
 
     def __init__(self) -> None:
         self.key_buffer, self.value_buffer = Buffer(), Buffer()
-        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}
+        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}  # by poolings and block size
         super().__init__()
 
     @property
@@ -127,12 +119,7 @@ class GrowingLayer(DynamicLayer):
             pooled.select_rows(rows)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE.
-
-        Raises
-        ------
-        UserError : those in the cache have another dtype or lie on another device, as in a cache of another model.
-        """
+        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
         for buffer, new in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
             _check_kind(buffer, new)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -160,24 +147,7 @@ class GrowingLayer(DynamicLayer):
 
 
 class BucketLayer(GrowingLayer):
-    """Keys, values and buckets of one layer, for inference.
-
-    Parameters
-    ----------
-    num_buckets : int
-        Buckets of each key/value head.
-    rebuild_every : int
-        Number of tokens after which the bucket index is rebuilt.
-
-    Attributes
-    ----------
-    bucket_buffer : Buffer
-        int32 ``[B, Hkv, M]``, the bucket of each key that has one; -1 for padding.
-    indexed : int
-        Keys ``[0, indexed)`` are in the bucket index.
-    partition : KMeans or None
-        The partition that the buckets belong to; None until an attached model has used the layer.
-    """
+    """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every ``rebuild_every`` tokens."""
 
     def __init__(self, num_buckets: int, rebuild_every: int = REBUILD_EVERY) -> None:
         if rebuild_every < 1:
@@ -185,13 +155,13 @@ class BucketLayer(GrowingLayer):
         super().__init__()
         self.num_buckets = num_buckets
         self.rebuild_every = rebuild_every
-        self.partition: Any = None
+        self.partition: Any = None  # that the buckets belong to, from the first use by an attached model on
         self.reset()
 
     def reset(self) -> None:
         """Removes all tokens."""
         super().reset()
-        self.bucket_buffer = Buffer()
+        self.bucket_buffer = Buffer()  # int32 [B, Hkv, M], the bucket of each key that has one; -1 for padding
         self._order = Buffer()
         self._offsets: Tensor | None = None
 
@@ -204,11 +174,12 @@ class BucketLayer(GrowingLayer):
 
     @property
     def indexed(self) -> int:
+        """The number of first keys that are in the bucket index."""
         return self._order.length
 
     @property
     def summaries(self) -> Tensor | None:
-        """Summaries of the buckets, with free positions; None if there are none."""
+        """Summaries of the buckets ``[B, Hkv, P, S]``, with free positions; None if there are none."""
         return None
 
     @property
@@ -227,12 +198,8 @@ class BucketLayer(GrowingLayer):
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
         ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
-        needs them; this takes the positions of a sequence to be consecutive. Without it every pass must assign its own keys.
-
-        Raises
-        ------
-        RuntimeError : ``assign`` was called twice.
-        KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
+        needs them; this takes the positions of a sequence to be consecutive. Without it every pass must assign its own keys, or
+        KeysNotKnown is raised.
         """
         start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
@@ -308,16 +275,6 @@ class BlockLayer(BucketLayer):
     """A :class:`BucketLayer` whose buckets are blocks, with a summary of each block.
 
     The summaries are computed with the index, of the keys that are in it; newer keys belong to the dense window.
-
-    Parameters
-    ----------
-    router : summarizes the blocks.
-    rebuild_every : as for :class:`BucketLayer`.
-
-    Attributes
-    ----------
-    summaries : Tensor or None
-        ``[B, Hkv, P, S]``, see :meth:`msattn.trainer.methods.key_blocks.BlockRouter.summarize`; None without indexed keys.
     """
 
     def __init__(self, router: BlockRouter, rebuild_every: int = REBUILD_EVERY) -> None:

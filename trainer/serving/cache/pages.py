@@ -19,22 +19,14 @@ if TYPE_CHECKING:
 
 
 class PromptChunk(NamedTuple):
-    """A sequence with several new tokens, the first of which is token ``first`` of the pass.
-
-    Attributes
-    ----------
-    queries, keys : number of new tokens, and of keys with theirs.
-    table : int32 ``[pages]``.
-    pooled : number of leading blocks whose pooled keys are known before the pass.
-    ends_prompt : whether no other chunk of the prompt follows.
-    """
+    """A sequence with several new tokens, the first of which is token ``first`` of the pass."""
 
     first: int
-    queries: int
-    keys: int
-    table: Tensor
-    pooled: int
-    ends_prompt: bool
+    queries: int  # new tokens
+    keys: int  # with theirs
+    table: Tensor  # int32 [pages]
+    pooled: int  # leading blocks whose pooled keys are known before the pass
+    ends_prompt: bool  # no other chunk of the prompt follows
 
     @property
     def tokens(self) -> slice:
@@ -43,23 +35,12 @@ class PromptChunk(NamedTuple):
 
 
 class PagedState:
-    """State of the slots of one cache.
+    """State of the slots of one cache, for passes of at most ``requests`` sequences.
 
-    Parameters
-    ----------
-    caches : by layer, its keys and values: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension.
-    routed : layers whose keys get buckets.
-    gate : configuration of the gates that score blocks of cached keys, or None.
-    gated : layers with such a gate.
-    requests : the most sequences of a pass.
-
-    Attributes
-    ----------
-    page_size, kv_heads : slots of a page, key/value heads of a layer.
-    buckets : by layer, int16 ``[P, page_size, Hkv]``, the bucket of each slot.
-    pooled : by layer, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``, pooled keys before RoPE of whole blocks.
-    last_pooled : the last layer with pooled keys; -1 without any.
-    is_pooled : bool ``[P, page_size / block]``, blocks whose pooled keys are there, in every layer; with gates only.
+    ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
+    ``routed`` layers get ``buckets``, int16 ``[P, page_size, Hkv]``. Layers that are ``gated`` by gates of configuration
+    ``gate`` keep ``pooled`` keys before RoPE of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
+    ``is_pooled``, bool ``[P, page_size / block]``, says of which blocks they are there, in every layer.
     """
 
     def __init__(
@@ -127,16 +108,9 @@ class PagedState:
     def pool_keys(self, x: "LayerInputs", prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
-        Keys that are not pooled yet are those of this pass, before RoPE, and cached ones (of the unfinished block, of tokens
-        that were decoded), which are recovered by inverting their rotation.
-
-        Parameters
-        ----------
-        x : inputs of the sequence in this pass; ``x.k`` may be a placeholder.
-
-        Returns
-        -------
-        Tensor : fp32 ``[1, Hkv, Tc, len(pools) * D]``.
+        They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are those of this pass, before RoPE, and
+        cached ones (of the unfinished block, of tokens that were decoded), which are recovered by inverting their rotation.
+        ``x.k`` may be a placeholder.
         """
         assert self.gate is not None
         size, held = self.block_size, self.pooled[x.layer]
@@ -160,24 +134,14 @@ class PagedState:
 
 
 class AllocatedState(PagedState):
-    """State of a cache of transformers, in which pages of all layers with one number form a block.
-
-    Parameters
-    ----------
-    cache : transformers' ``PagedAttentionCache``, with full attention in every layer.
-    **options : the other parameters of :class:`PagedState`.
-
-    Attributes
-    ----------
-    free_page : a page that no sequence owns, which padded tokens write.
-    """
+    """State of transformers' ``PagedAttentionCache``, in which pages of all layers with one number form a block."""
 
     def __init__(self, cache: Any, **options: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
         self.allocator = allocator
         self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
         self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
-        self.free_page = allocator.write_trash_index // self.slots_of_page
+        self.free_page = allocator.write_trash_index // self.slots_of_page  # no sequence owns it; padded tokens write it
         caches = {layer: self._views(layer) for layer in allocator.layer_indices}
         super().__init__(caches, **options)
         self._copy = allocator.copy_blocks

@@ -21,21 +21,13 @@ Rows = Tensor | slice
 
 @dataclass
 class Sequences:
-    """Sequences of a pass that one operation serves.
+    """Sequences of a pass that one operation serves."""
 
-    Attributes
-    ----------
-    tokens : their new tokens in the pass.
-    table, kv_len : int32 ``[B, pages]`` and ``[B]``.
-    longest : number of keys of the longest one; None where it is only on the device.
-    window : numbers of last keys that each reads, which the first routed layer computes for all.
-    """
-
-    tokens: Rows
-    table: Tensor
-    kv_len: Tensor
-    longest: int | None
-    window: int | Tensor | None = None
+    tokens: Rows  # their new ones in the pass
+    table: Tensor  # int32 [B, pages]
+    kv_len: Tensor  # int32 [B]
+    longest: int | None  # number of keys; None where it is only on the device
+    window: int | Tensor | None = None  # last keys that each reads, which the first routed layer computes for all
 
 
 @dataclass
@@ -43,41 +35,25 @@ class Prompts:
     """Sequences with several new tokens that one operation serves: those that are dense, or sparse ones of similar sizes.
 
     A block mask of all of them is then less than 4 times as large as their own masks, but for the rest of a page.
-
-    Attributes
-    ----------
-    tokens : their new tokens in the pass, a slice where they follow one another.
-    table, kv_len : int32 ``[B, pages]`` and ``[B]``.
-    items : each of them.
-    cu_queries : int32 ``[B + 1]``.
-    sparse : whether they read the blocks of a selection.
     """
 
-    tokens: Rows
+    tokens: Rows  # a slice where they follow one another
     table: Tensor
     kv_len: Tensor
-    items: list[PromptChunk]
-    cu_queries: Tensor
-    sparse: bool
+    items: list[PromptChunk]  # each of them
+    cu_queries: Tensor  # int32 [B + 1]
+    sparse: bool  # they read the blocks of a selection
 
 
 @dataclass
 class PagedPass:
-    """A forward pass over a paged cache.
-
-    Attributes
-    ----------
-    state : of the cache.
-    pages, offsets : int64 ``[T]``, where the key of each token goes.
-    decoded : the sequences with one new token, or None.
-    prompts : the others, in groups.
-    """
+    """A forward pass over a paged cache."""
 
     state: PagedState
-    pages: Tensor
+    pages: Tensor  # int64 [T], where the key of each token goes, with the offsets
     offsets: Tensor
-    decoded: Sequences | None
-    prompts: list[Prompts]
+    decoded: Sequences | None  # with one new token
+    prompts: list[Prompts]  # the others, in groups
 
     @classmethod
     def of(cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[PromptChunk], bool]) -> "PagedPass":

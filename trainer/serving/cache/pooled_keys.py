@@ -20,14 +20,7 @@ class PooledKeys:
     Only passes over several tokens update them. Keys that are missing since then (those of the unfinished block, of decoded
     tokens, or of a cache that was filled outside an attached model) are recovered by inverting the rotation of cached keys.
 
-    Parameters
-    ----------
-    pools : pooling operations, as in :func:`msattn.kernels.pool_blocks.pool_blocks`.
-    block_size : tokens in a block.
-
-    Attributes
-    ----------
-    blocks : fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
+    ``blocks`` are fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
     """
 
     def __init__(self, pools: Sequence[str], block_size: int) -> None:
@@ -41,16 +34,7 @@ class PooledKeys:
         return 0 if self.blocks is None else self.blocks.shape[2]
 
     def update(self, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
-        """Adds the keys up to those of the current pass, and returns the pooled keys of all blocks.
-
-        Returns
-        -------
-        Tensor : fp32 ``[B, Hkv, Tc, len(pools) * D]``.
-
-        Raises
-        ------
-        KeysNotKnown : as :func:`msattn.trainer.models.rope.keys_before_rope`.
-        """
+        """Adds the keys up to those of the pass, and returns the pooled keys of all blocks ``[B, Hkv, Tc, len(pools) * D]``."""
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
         first = known * size + (0 if starts is None else int(starts.min()))

@@ -47,13 +47,7 @@ def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]
 
 
 class Managers:
-    """The managers that an attached model has created.
-
-    Parameters
-    ----------
-    original : the model's ``init_continuous_batching``.
-    cuda_graphs : whether new tokens are decoded with CUDA graphs on a GPU.
-    """
+    """The managers that an attached model has created."""
 
     def __init__(self, original: Any, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
@@ -62,12 +56,7 @@ class Managers:
 
     @torch.no_grad()
     def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
-        """Stands in for ``init_continuous_batching``, with the same arguments.
-
-        Raises
-        ------
-        UserError : the version of transformers, the model, what is attached or a value of the configuration is not supported.
-        """
+        """Stands in for ``init_continuous_batching``; UserError for a version, a model or a value that is not supported."""
         check_version("generate_batch")
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
@@ -95,12 +84,7 @@ class Managers:
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for ``generate_batch``, with the same arguments, which would log a refused prompt and return no answer.
-
-        Raises
-        ------
-        UserError : as :meth:`create`, or a prompt is refused (:func:`check_prompt`), or this is inference mode.
-        """
+        """Stands in for ``generate_batch``, which would log a refused prompt and return no answer."""
         if torch.is_inference_mode_enabled():
             raise UserError("generate_batch: called in torch.inference_mode(); accepted is torch.no_grad(), or neither")
         for prompt in inputs:

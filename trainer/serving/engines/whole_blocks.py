@@ -8,14 +8,9 @@ class WholeBlocks:
     """Cuts the prompts that a scheduler of transformers' continuous batching divides between passes at whole blocks.
 
     Cut elsewhere, a prompt would have other row blocks. Its last tokens, which a selection may look at one by one, stay in one
-    chunk; a single one would be decoded. A prompt that gets less than a block waits for a later pass, and so do those behind
-    it, which would take its place again and again.
-
-    Parameters
-    ----------
-    scheduler : of one manager; its methods that know the tokens left in a pass, and its cache's search, are replaced.
-    block : tokens of a block.
-    last : number of last tokens that stay in one chunk, as far as a pass has room for them; the cache never serves them.
+    chunk as far as a pass has room for them, and the cache never serves them; a single one would be decoded. A prompt that gets
+    less than a block waits for a later pass, and so do those behind it, which would take its place again and again. The
+    scheduler's methods that know the tokens left in a pass, and its cache's search, are replaced.
     """
 
     def __init__(self, scheduler: Any, block: int, last: int) -> None:

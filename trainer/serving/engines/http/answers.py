@@ -9,12 +9,8 @@ from typing import Any
 class ApiError(Exception):
     """A refused or failed request.
 
-    Parameters
-    ----------
-    status : the HTTP status.
-    message : one sentence, which names the parameter, its value and what is accepted.
-    param : the parameter that is at fault.
-    code : a word that programs compare.
+    The message is one sentence, which names the parameter, its value and what is accepted. ``code`` is a word that programs
+    compare.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -35,13 +31,7 @@ class ApiError(Exception):
 
 
 class AnswerForm:
-    """Objects of one answer, which share an id.
-
-    Parameters
-    ----------
-    model : the name of the model.
-    chat : the answer is that of ``/v1/chat/completions``.
-    """
+    """Objects of one answer, which share an id; ``chat`` ones are those of ``/v1/chat/completions``."""
 
     def __init__(self, model: str, *, chat: bool) -> None:
         self._chat = chat

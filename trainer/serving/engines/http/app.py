@@ -36,14 +36,7 @@ QUIET = ("/health", "/metrics")  # paths that are asked for again and again, wit
 
 
 class Service:
-    """The routes, which answer requests with one engine.
-
-    Parameters
-    ----------
-    model : the name under which the model is served.
-    default_tokens : new tokens of a request that does not give a number.
-    max_body : bytes of a request.
-    """
+    """The routes, which answer requests with one engine."""
 
     def __init__(self, engine: Engine, *, model: str, default_tokens: int, max_body: int) -> None:
         self.metrics = Metrics(engine)
@@ -96,12 +89,7 @@ class Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def complete(self, request: Request, kind: type[Body]) -> Response:
-        """Answers a request for a completion, at once or as a stream.
-
-        Raises
-        ------
-        ApiError : the request is refused, or failed before its stream began.
-        """
+        """Answers a request for a completion, at once or as a stream; ApiError before its stream begins."""
         data = bytearray()
         try:
             await self._receive(request, data)
@@ -127,9 +115,8 @@ class Service:
     async def _receive(self, request: Request, body: bytearray) -> None:
         """Fills ``body`` with that of a request, and counts its bytes among those held.
 
-        Raises
-        ------
-        ApiError : it is no JSON by its header, too large, too slow or not complete, or too many bytes of others are held.
+        Raises ApiError if it is no JSON by its header, too large, too slow or not complete, or too many bytes of others are
+        held.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send other types from any page without asking the server
@@ -202,13 +189,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Checks the key of each request, counts it, and writes its line to the log.
-
-    Parameters
-    ----------
-    app : the application behind it.
-    api_key : the key that requests must bring; None accepts all.
-    """
+    """Checks the key of each request (None accepts all), counts it, and writes its line to the log."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
         self._app, self._metrics, self._api_key = app, metrics, api_key

@@ -154,15 +154,8 @@ class ChatBody(Body):
 def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: int) -> Body:
     """Returns what the body ``data`` asks for.
 
-    Parameters
-    ----------
-    model : the name of the model that is served.
-    longest : tokens of the longest request.
-
-    Raises
-    ------
-    ApiError : the body is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, or asks for another
-        model; or a parameter is unknown, unsupported, missing, of another type or out of range: the message names it.
+    Raises ApiError if it is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, or asks for another
+    ``model``; or a parameter is unknown, unsupported, missing, of another type or out of range: the message names it.
     """
     most = longest + OTHER_VALUES
     more = (match for match in STRING_OR_MORE.finditer(data) if match.lastindex)

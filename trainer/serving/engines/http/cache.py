@@ -20,12 +20,7 @@ REQUESTS_ON_CPU = 8  # of the greatest length, for which a CPU's cache has room
 
 
 def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
-    """Returns the tokens of the longest request that is accepted, prompt and answer together.
-
-    Raises
-    ------
-    UserError : ``server.max_length`` exceeds the model's positions.
-    """
+    """Returns the tokens of the longest request that is accepted, prompt and answer together."""
     positions = max_length(model.config)
     if cfg.max_length is not None and cfg.max_length > positions:
         raise UserError(
@@ -41,11 +36,8 @@ def paged_cache_config(
     """Returns the configuration of a manager for ``model``.
 
     Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
-    pass that completes a page of its own.
-
-    Raises
-    ------
-    UserError : the cache of the longest request does not fit into memory, or into ``server.pages``.
+    pass that completes a page of its own. Raises UserError if the cache of the longest request does not fit into memory, or
+    into ``server.pages``.
     """
     from transformers import ContinuousBatchingConfig
 

@@ -20,9 +20,7 @@ LOG_SECONDS = 60.0  # between two lines about a lack of descriptors
 class Connection(H11Protocol):
     """A connection that is closed if no complete head arrives within :data:`HEAD_SECONDS`.
 
-    Attributes
-    ----------
-    since : time on the monotonic clock of its beginning, or of the end of its last answer.
+    ``since`` is the time of its beginning, or of the end of its last answer.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -61,12 +59,7 @@ class Listener(socket.socket):
 
     Without descriptors, asyncio's loop neither accepts nor closes connections, and prints a traceback at each try. So if there
     are few, the connection that has waited for its client the longest makes room. If all of them await answers, the new client
-    waits in the system's queue.
-
-    Parameters
-    ----------
-    bound : a socket that listens; the new one takes its place.
-    connections : the open connections, as uvicorn keeps them.
+    waits in the system's queue. It takes the place of ``bound``; ``connections`` are the open ones, as uvicorn keeps them.
     """
 
     def __init__(self, bound: socket.socket, connections: set[Any]) -> None:
@@ -75,12 +68,7 @@ class Listener(socket.socket):
         self._logged = -LOG_SECONDS
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Returns a new connection and the address of its client.
-
-        Raises
-        ------
-        BlockingIOError : there is none, or there is no descriptor for it before the next turn of the event loop.
-        """
+        """Returns a new connection and the address of its client; BlockingIOError without one, or without a descriptor."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY or self._lowest_free() < limit - min(RESERVE, limit // 4):
             return super().accept()

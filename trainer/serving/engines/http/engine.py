@@ -42,18 +42,11 @@ class Pages(NamedTuple):
 
 
 class Generation:
-    """A request that the manager runs; all methods belong to the event loop.
-
-    Attributes
-    ----------
-    tokens : the new tokens so far.
-    outcome : ``stop``, ``length``, ``failed`` or ``cancelled``; None while it runs.
-    started, first_token, ended : times on the monotonic clock; None before.
-    """
+    """A request that the manager runs; all methods belong to the event loop."""
 
     def __init__(self, engine: "Engine", name: str, prompt_tokens: int) -> None:
         self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
-        self.outcome: str | None = None
+        self.outcome: str | None = None  # stop, length, failed or cancelled; None while it runs
         self.started = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
@@ -75,12 +68,7 @@ class Generation:
             self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
 
     async def pieces(self) -> AsyncIterator[list[int]]:
-        """Yields new tokens until there are no more.
-
-        Raises
-        ------
-        ApiError : the model or the manager failed.
-        """
+        """Yields new tokens until there are no more; ApiError if the model or the manager fails."""
         while (item := await self._arrived.get()) is not None:
             if isinstance(item, ApiError):
                 raise item
@@ -107,23 +95,12 @@ class Generation:
 
 
 class Engine:
-    """A model with its manager, whose thread runs between :meth:`start` and :meth:`stop`.
-
-    Parameters
-    ----------
-    loaded : the model, attached or dense.
-    sparse : what :func:`msattn.attach` yielded; None for a dense model.
-
-    Attributes
-    ----------
-    longest : tokens of the longest request, prompt and answer together.
-    draining : no new request is accepted.
-    """
+    """A model, attached or dense, with its manager, whose thread runs between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, loaded: Loaded, cfg: ServeConfig, sparse: "Sparse | None" = None) -> None:
         self.loaded, self.sparse, self._cfg = loaded, sparse, cfg
         self.longest = longest_request(loaded.model, cfg.server)
-        self.draining = False
+        self.draining = False  # no new request is accepted
         self._open: dict[str, Generation] = {}
         self._arriving = 0  # requests without a Generation, whose prompt is encoded
         self._names = itertools.count()
@@ -152,9 +129,7 @@ class Engine:
     def start(self) -> None:
         """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its thread.
 
-        Raises
-        ------
-        UserError : memory is too small for the cache, or its layers are of a kind that the manager does not serve.
+        Raises UserError if memory is too small for the cache, or its layers are of a kind that the manager does not serve.
         """
         server, model = self._cfg.server, self.loaded.model
         try:
@@ -206,12 +181,7 @@ class Engine:
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
-        """Keeps a place among the waiting requests for one that has arrived until it is submitted, inside the context.
-
-        Raises
-        ------
-        ApiError : no request can be taken now.
-        """
+        """Keeps a place among the waiting requests for one that has arrived until it is submitted; ApiError without one."""
         self._check_runs()
         most = self._cfg.server.max_waiting
         if self._arriving + self.waiting >= most:
@@ -230,15 +200,9 @@ class Engine:
             raise ApiError(503, "the server has failed and is ending", code="unavailable")
 
     def submit(self, prompt: list[int], max_tokens: int, temperature: float | None, top_p: float | None) -> Generation:
-        """Begins a request.
+        """Begins a request; ApiError if the server stops or has failed.
 
-        Parameters
-        ----------
-        temperature, top_p : None stands for those of the model's generation_config.json, or 1.
-
-        Raises
-        ------
-        ApiError : the server stops or has failed.
+        ``temperature`` and ``top_p`` are by default those of the model's generation_config.json, or 1.
         """
         self._check_runs()
         self._loop = asyncio.get_running_loop()

@@ -20,12 +20,7 @@ CLOSE_SECONDS = 5  # for answers that are being sent when the server stops
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen yet.
-
-    Raises
-    ------
-    UserError : the address cannot be used, e.g. because another process has it.
-    """
+    """Returns a socket that is bound but does not listen yet; UserError for an address that cannot be used."""
     where = f"--host {shown(host)} --port {port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
@@ -62,12 +57,7 @@ class Supervisor:
         self._stopped = False
 
     def run(self, bound: socket.socket) -> None:
-        """Serves at ``bound`` and returns after a signal.
-
-        Raises
-        ------
-        Fault : the engine or the HTTP server ended by itself.
-        """
+        """Serves at ``bound`` and returns after a signal; Fault if the engine or the HTTP server ends by itself."""
         thread = threading.Thread(target=self._serve, args=(bound,), name="msattn-http", daemon=True)
         with handled(self._on_signal):
             thread.start()

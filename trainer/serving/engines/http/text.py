@@ -19,12 +19,6 @@ class PromptEncoder:
 
     Chat templates run in this process. Other commands fork it for each message, but a server has threads, and may have hundreds
     of gigabytes mapped; ``msattn serve`` renders a first message that way before it starts.
-
-    Parameters
-    ----------
-    longest : tokens of a request, prompt and answer together.
-    vocabulary : number of tokens that the model knows.
-    new_tokens : number of new tokens of a request that does not give one, if the prompt leaves as many.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, longest: int, vocabulary: int, new_tokens: int) -> None:
@@ -35,9 +29,7 @@ class PromptEncoder:
     def encode(self, body: Body) -> tuple[list[int], int]:
         """Returns the tokens of the prompt, and the number of new tokens.
 
-        Raises
-        ------
-        ApiError : the prompt has no token, an unknown one or too many, or the chat template refuses the messages.
+        Raises ApiError if the prompt has no token, an unknown one or too many, or the chat template refuses the messages.
         """
         param, asked = "messages" if isinstance(body, ChatBody) else "prompt", body.new_tokens
         try:
@@ -123,15 +115,10 @@ class TokenText:
 
 
 class StopStrings:
-    """Passes text on up to the first of ``stop``, and keeps back what may become the beginning of one.
-
-    Attributes
-    ----------
-    found : a stop string has come.
-    """
+    """Passes text on up to the first of ``stop``, and keeps back what may become the beginning of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self.found = False
+        self.found = False  # a stop string has come
         self._stop = stop
         self._kept = ""
 

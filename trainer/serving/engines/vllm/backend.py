@@ -65,28 +65,17 @@ class Metadata:
 
     Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of a pass, which is replayed
     for later ones, describes each of them.
-
-    Attributes
-    ----------
-    attention : computes the layers.
-    state : of the pages.
-    given : vLLM's description, maybe with requests and tokens of padding.
-    rotation, rotates : RoPE of the model, and of each layer whether it has it.
-    dtype : of the model.
-    now : the pages of the pass.
-    positions : int64 ``[1, T]``.
-    cos, sin : ``[1, T, r]``.
     """
 
     attention: PagedAttention
     state: PagedState
-    given: CommonAttentionMetadata
+    given: CommonAttentionMetadata  # maybe with requests and tokens of padding
     rotation: Rotation
-    rotates: list[bool]
-    dtype: torch.dtype
+    rotates: list[bool]  # for each layer whether it has RoPE
+    dtype: torch.dtype  # of the model
     now: PagedPass = field(init=False)
-    positions: Tensor = field(init=False)
-    cos: Tensor = field(init=False)
+    positions: Tensor = field(init=False)  # int64 [1, T]
+    cos: Tensor = field(init=False)  # [1, T, r]
     sin: Tensor = field(init=False)
 
     @property
@@ -124,12 +113,7 @@ class Metadata:
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Describes passes, and holds the artifacts and the state of the pages.
-
-    Raises
-    ------
-    UserError : as :func:`msattn.trainer.serving.engines.vllm.engine.sparse_of`.
-    """
+    """Describes passes, and holds the artifacts and the state of the pages."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -175,12 +159,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
 
 class Impl(AttentionImpl[Metadata]):
-    """The attention of a layer; its parameters are vLLM's.
-
-    Raises
-    ------
-    UserError : the layer asks for attention that the kernels do not compute.
-    """
+    """The attention of a layer; its parameters are vLLM's. UserError for attention that the kernels do not compute."""
 
     def __init__(
         self,

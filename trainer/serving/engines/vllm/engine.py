@@ -22,16 +22,9 @@ PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:
-    """Builds the sparse attention of an engine.
+    """Builds the sparse attention of an engine, whose ``additional_config["msattn"]`` holds parameters of ``msattn.attach``.
 
-    Parameters
-    ----------
-    config : vLLM's ``VllmConfig``; its ``additional_config["msattn"]`` holds parameters of ``msattn.attach``.
-    device : of the model.
-
-    Raises
-    ------
-    UserError : the engine, the model, an option or an artifact is not supported, or an artifact is for another model.
+    Raises UserError if the engine, the model, an option or an artifact is not supported, or an artifact is for another model.
     """
     check_engine(config)
     model = config.model_config.hf_text_config
@@ -48,12 +41,7 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
 
 
 def options_of(config: Any) -> AttachOptions:
-    """Returns the options in ``additional_config`` of an engine.
-
-    Raises
-    ------
-    UserError : there are none, or one has another name or type.
-    """
+    """Returns the options in ``additional_config`` of an engine; UserError for none, or another name or type of one."""
     additional = config.additional_config
     given: Any = additional.get(KEY) if isinstance(additional, Mapping) else None
     require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(VLLM_KEYS)}")
