@@ -27,29 +27,8 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_progress_bar, random_config
 
 __all__ = [
-    "DTYPES",
-    "EMBEDDED",
-    "FAMILIES",
-    "ROPE_TYPES",
-    "Loaded",
-    "attention_layers",
-    "check_length",
-    "check_supported",
-    "decoder",
-    "family_of",
-    "fingerprint",
-    "head_dim",
-    "load",
-    "max_length",
-    "no_progress_bar",
-    "num_heads",
-    "num_kv_heads",
-    "num_layers",
-    "output_logits",
-    "random_config",
-    "resolve_device",
-    "resolve_dtype",
-    "rope_parameters",
-    "served_layers",
+    "DTYPES", "EMBEDDED", "FAMILIES", "ROPE_TYPES", "Loaded", "attention_layers", "check_length", "check_supported",
+    "decoder", "family_of", "fingerprint", "head_dim", "load", "max_length", "no_progress_bar", "num_heads", "num_kv_heads",
+    "num_layers", "output_logits", "random_config", "resolve_device", "resolve_dtype", "rope_parameters", "served_layers",
     "text_config",
-]
+]  # fmt: skip

@@ -23,14 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HASHED_KEYS = (  # the keys that q, k and v depend on in all families and that every version of transformers writes
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "tie_word_embeddings",
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps"),
+    *("attention_bias", "tie_word_embeddings"),
 )
 SAMPLE_SIZE = 4096  # values of each sampled tensor that are hashed
 

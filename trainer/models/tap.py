@@ -123,20 +123,7 @@ class _LayerTap(NotCopied):
             raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
         inputs = LayerInputs(
-            layer=layer,
-            q=q,
-            k=k,
-            v=v,
-            q_nope=q_nope,
-            k_nope=k_nope,
-            cos=cos,
-            sin=sin,
-            scale=scale,
-            kv_start=kv_start,
-            cache=cache,
-            positions=now.position_ids,
-            softcap=softcap,
-            sinks=sinks,
+            layer, q, k, v, q_nope, k_nope, cos, sin, scale, kv_start, cache, now.position_ids, softcap=softcap, sinks=sinks
         )
         now.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)

@@ -15,10 +15,9 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
 from msattn.trainer.serving.build import Host, build_sparse
-from msattn.trainer.serving.checks import check_model
 from msattn.trainer.serving.engines.generate_batch import batching
 from msattn.trainer.serving.hooks import hooked, padding_before_text
-from msattn.trainer.serving.loading import load
+from msattn.trainer.serving.loading import check_model, load
 from msattn.trainer.serving.options import AttachOptions, takes
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.steps import decoding_steps

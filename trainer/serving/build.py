@@ -22,9 +22,8 @@ from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.serving.checks import check_selection
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.loading import AnyRouter, load_router
+from msattn.trainer.serving.loading import AnyRouter, check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.reads import checked_numbers, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding

@@ -104,15 +104,10 @@ class DecoderHooks(NotCopied):
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)
-        self._check_prompt(config, cached, tokens.shape[1])
+        new = tokens.shape[1]
+        if new > (MAX_ROUTED_TOKENS if cached else 1):  # decoded tokens and drafts may exceed the positions
+            check_length(config, cached + new, f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else ""))
         check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
-
-    def _check_prompt(self, config: Any, cached: int, tokens: int) -> None:
-        """Raises UserError for a prompt that exceeds the model's positions; decoded tokens and drafts may."""
-        if tokens > (MAX_ROUTED_TOKENS if cached else 1):
-            check_length(
-                config, cached + tokens, f"prompt of {tokens} tokens" + (f" after {cached} cached ones" if cached else "")
-            )
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError where the model would silently run without this attention, or without attention weights."""
@@ -126,11 +121,9 @@ class DecoderHooks(NotCopied):
 
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
         """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
-        hidden: Tensor = output[0]
-        if hidden.requires_grad and any(
-            layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers
-        ):
-            hidden.register_hook(self._check_attached)
+        again = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
+        if output[0].requires_grad and again:
+            output[0].register_hook(self._check_attached)
 
     def _check_attached(self, gradient: Tensor) -> None:
         if not self.attached:
@@ -144,9 +137,7 @@ class DecoderHooks(NotCopied):
             return
         router = self.sparse.routed.router
         partition: Any = getattr(router, "partition", router)  # a QModel has a KMeans, a KMeans routes itself
-        for layer in cache.layers:
-            if not isinstance(layer, BucketLayer):
-                continue
+        for layer in (each for each in cache.layers if isinstance(each, BucketLayer)):
             if layer.partition is None:
                 layer.partition = partition
             elif not _same_partition(layer.partition, partition):

@@ -16,7 +16,6 @@ from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import sparsity
-from msattn.trainer.methods.buckets import route, route_by_density
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
@@ -150,20 +149,21 @@ class PagedAttention:
         """
         now: PagedPass = x.cache
         self._write(x, now)
+
+        def attend(rows: Sequences | Prompts) -> Tensor:
+            return self._decoded(x, now, rows) if isinstance(rows, Sequences) else self._prompts(x, now, rows)
+
         served = [*([] if now.decoded is None else [now.decoded]), *now.prompts]
-        if len(served) == 1 and _are_all(served[0].tokens, x.q.shape[2]):
-            out = self._attention(served[0], x, now)
+        only = served[0].tokens if len(served) == 1 else None
+        if isinstance(only, slice) and only.indices(x.q.shape[2]) == (0, x.q.shape[2], 1):  # all tokens of the pass
+            out = attend(served[0])
         else:
             out = torch.zeros_like(x.q[0].transpose(0, 1))
             for rows in served:
-                out[rows.tokens] = self._attention(rows, x, now)
+                out[rows.tokens] = attend(rows)
         if x.layer == now.state.last_pooled:
             self._mark_pooled(now)
         return out.transpose(0, 1)[None]
-
-    def _attention(self, rows: Sequences | Prompts, x: LayerInputs, now: PagedPass) -> Tensor:
-        """Returns the attention of the tokens of ``rows``, ``[n, Hq, D]``."""
-        return self._decoded(x, now, rows) if isinstance(rows, Sequences) else self._prompts(x, now, rows)
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
         """Writes the new keys and values, and the buckets of the keys."""
@@ -190,20 +190,11 @@ class PagedAttention:
             rows.window = self._window(rows)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        buckets = now.state.buckets[x.layer]
+        buckets, number = now.state.buckets[x.layer], self.routed.router.num_buckets
+        probes = self.routed.choose(queries, lambda: paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=number))
         return paged_bucket_decode(
-            q, cache, buckets, self._probes(queries, buckets, rows), recent=rows.window, sink=self.routed.sink,
-            counts=counts, **scores,
-        ).out.squeeze(2)  # fmt: skip
-
-    def _probes(self, x: LayerInputs, buckets: Tensor, rows: Sequences) -> Tensor:
-        """Returns the buckets that the new tokens of sequences visit, int32 ``[B, Hkv, L]``."""
-        assert self.routed is not None
-        router: Any = self.routed.router
-        if self.routed.density is None:
-            return route(router, x, self.routed.probes)
-        sizes = paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=router.num_buckets)
-        return route_by_density(router, x, sizes, self.routed.density, self.routed.probes)
+            q, cache, buckets, probes, recent=rows.window, sink=self.routed.sink, counts=counts, **scores
+        ).out.squeeze(2)
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
@@ -296,11 +287,6 @@ class PagedAttention:
         """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""
         keys, _ = state.pages(min(state.layers))
         return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
-
-
-def _are_all(tokens: Rows, count: int) -> bool:
-    """Returns whether ``tokens`` are all of a pass with ``count``."""
-    return isinstance(tokens, slice) and tokens.indices(count) == (0, count, 1)
 
 
 def _tokens(x: Tensor, tokens: Rows) -> Tensor:

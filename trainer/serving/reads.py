@@ -9,8 +9,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.thresholds import key_threshold, most_probes
 from msattn.trainer.models.families import num_layers
-from msattn.trainer.serving.checks import check_router
-from msattn.trainer.serving.loading import AnyRouter
+from msattn.trainer.serving.loading import AnyRouter, check_router
 from msattn.trainer.serving.options import AttachOptions
 
 MAX_TOKENS = 10**9

@@ -11,7 +11,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from msattn.trainer.models.layer_attention import attention_recall, score_option
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
-
-if TYPE_CHECKING:
-    from msattn.trainer.methods.classifier.qmodel import QModel
 
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
 
@@ -117,11 +114,15 @@ class RoutedDecoding:
         """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
         if isinstance(self.router, BlockRouter):
             return self._visited_blocks(self.router, x, window)
+        # Rows may be queries of one sequence.
+        return self.choose(x, lambda: x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1))
+
+    def choose(self, x: LayerInputs, sizes: Callable[[], Tensor]) -> Tensor:
+        """Returns the buckets that queries visit, as :meth:`_visited`; ``sizes`` returns those of buckets, ``[B, Hkv, C]``."""
+        router: Any = self.router  # no router of blocks
         if self.density is None:
-            return route(self.router, x, self.probes, by_head=self.independent)
-        sizes = x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)  # rows may be queries of one sequence
-        classifier = cast("QModel", self.router)  # the router of blocks that reads shares is the case above
-        return route_by_density(classifier, x, sizes, self.density, self.probes, by_head=self.independent)
+            return route(router, x, self.probes, by_head=self.independent)
+        return route_by_density(router, x, sizes(), self.density, self.probes, by_head=self.independent)
 
     def _visited_blocks(self, router: BlockRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key

@@ -21,6 +21,8 @@ from msattn.trainer.serving.statistics import SparseStats, Statistics
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
+COUNTED = ("dense_fallbacks", "dense_by_choice", "graph_steps", "eager_steps")
+
 
 class Sparse(NotCopied):
     """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.serving.attach.attach`."""
@@ -66,10 +68,7 @@ class Sparse(NotCopied):
             recall=sum(measured) / len(measured) if measured else None,
             prefill_recall=prefill,
             decode_recall=decoding,
-            dense_fallbacks=self.statistics.number("dense_fallbacks"),
-            dense_by_choice=self.statistics.number("dense_by_choice"),
-            graph_steps=self.statistics.number("graph_steps"),
-            eager_steps=self.statistics.number("eager_steps"),
+            **{name: self.statistics.number(name) for name in COUNTED},
             selection_s=self.statistics.seconds("selection"),
             attention_s=self.statistics.seconds("attention"),
         )
@@ -171,10 +170,6 @@ class Sparse(NotCopied):
             return None
         return x if whole_prompt else replace(x, pooled_keys=pooled)
 
-    def takes_steps(self, cache: Any) -> bool:
-        """Returns whether the next token of ``cache`` may be a step, which reads lengths from the device."""
-        return not self.measure_recall and self.statistics.timer is None and cache.get_seq_length() > 0
-
     def bucket_layers(self, cache: Any) -> list[BucketLayer]:
         """Returns the routed layers of a cache."""
         return [cache.layers[number] for number in sorted(self.routed_layers)]
@@ -184,25 +179,9 @@ class Sparse(NotCopied):
         indexed = min((layer.indexed for layer in self.bucket_layers(cache)), default=num_keys)
         return max(0 if self.routed is None else self.routed.recent, num_keys - indexed)
 
-    def modules(self) -> list[torch.nn.Module]:
-        """Returns the modules whose weights a step reads besides the model's."""
-        router = None if self.routed is None else self.routed.router
-        return [router] if isinstance(router, torch.nn.Module) else []
-
     def attend_step(self, x: LayerInputs, window: Tensor, *, routed: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
         if routed and self.ways.of_tokens(x.layer, None, len(x.q)) is Way.BUCKETS:
             assert self.routed is not None
             return self.routed.attend_step(x, window)
         return decoded_attention(x).out
-
-    def add_visible(self, keys: int, *, routed: bool) -> None:
-        """Counts the keys of one layer that a step sees, in all rows and key/value heads."""
-        if self.routed_layers:
-            self.statistics.add_visible(keys * len(self.routed_layers), all_read=not routed)
-
-    def count_step(self, *, routed: bool, graph: bool) -> None:
-        """Counts a step."""
-        self.statistics.count("graph_steps" if graph else "eager_steps")
-        if self.routed_layers and not routed:
-            self.statistics.count("dense_by_choice", len(self.routed_layers))

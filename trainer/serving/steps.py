@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.kernels.decoder_layer import rotate_and_append
@@ -28,10 +29,6 @@ from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.fused import fused, replaced
 from msattn.trainer.serving.graphs import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
 from msattn.trainer.serving.sparse import Sparse
-
-if TYPE_CHECKING:
-    from transformers import Cache
-
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
 OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
@@ -70,8 +67,10 @@ class DecodingSteps(NotCopied):
         """Runs the decoder; its hooks make ``arguments`` of all arguments."""
         if args:
             return self.original(*args, **arguments)
-        cache, inputs = arguments.get("past_key_values"), _step_inputs(arguments)
-        if inputs is None or not self.sparse.takes_steps(cache) or _tokens(inputs).device.type != self.device_type:
+        cache: Any = arguments.get("past_key_values")
+        inputs = _step_inputs(arguments)
+        measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
+        if inputs is None or measured or cache.get_seq_length() == 0 or _tokens(inputs).device.type != self.device_type:
             return self._ordinary_pass(arguments)
         try:
             self._check(arguments)
@@ -109,7 +108,9 @@ class DecodingSteps(NotCopied):
         for layer in cache.layers:
             layer.add_token()
         step.tokens_left -= 1
-        self.sparse.count_step(routed=step.routed, graph=step.graph is not None)
+        self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
+        if not step.routed:
+            self.sparse.statistics.count("dense_by_choice", len(self.sparse.routed_layers))
         return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=cache)
 
     def _check(self, arguments: dict[str, Any]) -> None:
@@ -151,7 +152,8 @@ class DecodingSteps(NotCopied):
 
     def _model_state(self) -> tuple:
         """Returns what a captured graph has fixed of the model: where its weights lie, its mode, adapters and hooks."""
-        modules: list[Any] = [self.decoder, *self.sparse.modules()]
+        router: Any = None if self.sparse.routed is None else self.sparse.routed.router
+        modules: list[Any] = [self.decoder, *([router] if isinstance(router, nn.Module) else [])]
         addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
         tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
         adapters = [
@@ -170,7 +172,7 @@ class DecodingSteps(NotCopied):
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
         visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.add_visible(visible, routed=step.routed)
+        self.sparse.statistics.add_visible(visible * len(self.sparse.routed_layers), all_read=not step.routed)
         return hidden
 
     def _launch(self, step: Step, arguments: dict[str, Any]) -> Tensor:

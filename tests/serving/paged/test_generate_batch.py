@@ -18,6 +18,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving import paged as attention
+from msattn.trainer.serving import routed
 from msattn.trainer.serving.attach import attach
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
@@ -253,13 +254,13 @@ def test_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
     router.thresholds = {"shares": [0.1, 0.5], "densities": [1.1, 1e-9]}
     expected = [alone(model, prompt) for prompt in prompts]
-    choose, counted = attention.route_by_density, []
+    choose, counted = routed.route_by_density, []
 
-    def chosen(router: Any, x: LayerInputs, sizes: Tensor, *others: Any) -> Tensor:
+    def chosen(router: Any, x: LayerInputs, sizes: Tensor, *others: Any, **options: Any) -> Tensor:
         counted.append((sizes, x.kv_len))
-        return choose(router, x, sizes, *others)
+        return choose(router, x, sizes, *others, **options)
 
-    monkeypatch.setattr(attention, "route_by_density", chosen)
+    monkeypatch.setattr(routed, "route_by_density", chosen)
     options: dict[str, Any] = {"qmodel": router, "recent": 8, "sink": 1, "dense_layers": (), "dense_below": 0}
     with attach(model, **options, keys=0.5) as sparse:
         assert together(model, sparse, prompts) == expected

@@ -7,7 +7,7 @@ newer keys belong to the dense window, so that no key is lost and none is counte
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter, block_of_keys
+from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.buffer import Buffer
 from msattn.trainer.serving.cache.pooled_keys import PooledKeys
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
 
 REBUILD_EVERY = 64
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
@@ -79,7 +77,7 @@ class GrowingLayer(DynamicLayer):
         length = int(layer.get_seq_length())
         self.key_buffer, self.value_buffer = Buffer(layer.keys, length), Buffer(layer.values, length)
 
-    def pool_keys(self, pools: Sequence[str], block_size: int, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+    def pool_keys(self, pools: Sequence[str], block_size: int, x: LayerInputs, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal poolings share them."""
         kind = (*pools, block_size)
         if kind not in self.pooled:
@@ -193,7 +191,7 @@ class BucketLayer(GrowingLayer):
         assert self._order.memory is not None
         return BucketIndex(self._offsets, self._order.memory)
 
-    def assign(self, router: Router | BlockRouter, x: "LayerInputs", rotation: Rotation | None = None) -> None:
+    def assign(self, router: Router | BlockRouter, x: LayerInputs, rotation: Rotation | None = None) -> None:
         """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
@@ -215,11 +213,11 @@ class BucketLayer(GrowingLayer):
         if due:
             self._rebuild_index(x, rotation)
 
-    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+    def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds the index of all keys that have buckets."""
         self._store_index(self.bucket_buffer.filled)
 
-    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
         buckets: Tensor = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
         if x.kv_start is None:
@@ -290,10 +288,10 @@ class BlockLayer(BucketLayer):
     def summaries(self) -> Tensor | None:
         return self._summaries.memory if self.indexed else None
 
-    def _buckets(self, router: Any, x: "LayerInputs", rotation: Rotation | None, first: int, end: int) -> Tensor:
+    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         return block_of_keys(first, end, x.kv_start, self.router.block_size, x.k.device).expand(*x.k.shape[:2], -1)
 
-    def _rebuild_index(self, x: "LayerInputs", rotation: Rotation | None) -> None:
+    def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
         if self.router.pools:
             x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.block_size, x, rotation))

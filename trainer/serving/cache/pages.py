@@ -5,17 +5,15 @@ Only a page that is copied needs its state copied.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.config import GateConfig
+from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
-
-if TYPE_CHECKING:
-    from msattn.trainer.config import GateConfig
-    from msattn.trainer.models.layer_inputs import LayerInputs
 
 
 class PromptChunk(NamedTuple):
@@ -48,7 +46,7 @@ class PagedState:
         caches: Mapping[int, tuple[Tensor, Tensor]],
         *,
         routed: Iterable[int],
-        gate: "GateConfig | None",
+        gate: GateConfig | None,
         gated: Iterable[int],
         requests: int,
     ) -> None:
@@ -105,7 +103,7 @@ class PagedState:
         keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.pages(layer))
         return keys, values
 
-    def pool_keys(self, x: "LayerInputs", prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
+    def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
         They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are those of this pass, before RoPE, and

@@ -1,17 +1,14 @@
 """Pooled keys of a cache, which gates need to score the blocks of cached keys (SeerAttention pools keys before RoPE)."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
 
 
 class PooledKeys:
@@ -33,7 +30,7 @@ class PooledKeys:
         """Number of blocks that are complete in every row."""
         return 0 if self.blocks is None else self.blocks.shape[2]
 
-    def update(self, x: "LayerInputs", rotation: Rotation | None) -> Tensor:
+    def update(self, x: LayerInputs, rotation: Rotation | None) -> Tensor:
         """Adds the keys up to those of the pass, and returns the pooled keys of all blocks ``[B, Hkv, Tc, len(pools) * D]``."""
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
