@@ -21,21 +21,8 @@ BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 
 VALUES: list[Any] = [  # hostile values for any place in a JSON document
-    None,
-    True,
-    "",
-    "text",
-    "\ud800",
-    -1,
-    0,
-    10**30,
-    0.5,
-    1e308,
-    [],
-    [[]],
-    {},
-    {"a": {"b": [1]}},
-]
+    None, True, "", "text", "\ud800", -1, 0, 10**30, 0.5, 1e308, [], [[]], {}, {"a": {"b": [1]}},
+]  # fmt: skip
 
 
 def _flip(content: bytes, bit: int) -> bytes:

@@ -22,7 +22,9 @@ from tests.training.test_checkpoints_survive import Line, run
 TRAIN = replace(LONGER, steps=9, save_every=3, log_every=9)
 DAMAGES = ["one bit flipped", "truncated", "empty", "all zeros", "bytes appended", "missing", "other content", "a folder"]
 DAMAGED = {"the newest": ["checkpoint-7"], "the older": ["checkpoint-6"], "both": ["checkpoint-6", "checkpoint-7"]}
-FILES = ("complete.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json")
+FILES = (
+    "complete.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -306,38 +306,15 @@ def test_pickled_weights(tries: Tries, models: Models) -> None:
 
 
 NAMES = (
-    "it's",
-    'a"b',
-    "a,b",
-    "a=b",
-    "[x]",
-    "$(touch ran)",
-    "${oc.env:HOME}",
-    "a\\b",
-    "a\\${x}",
-    "-x",
-    "~x",
-    "é",
-    "\x1b[2J",
+    "it's", 'a"b', "a,b", "a=b", "[x]", "$(touch ran)", "${oc.env:HOME}", "a\\b", "a\\${x}", "-x", "~x", "é", "\x1b[2J",
     "\udcff",
-)
-NAMES += ("x" * 200, "%s", "null", "7", "snapshots")
+)  # fmt: skip
+NAMES += (
+    "x" * 200, "%s", "null", "7", "snapshots",
+)  # fmt: skip
 NO_NAMES = (
-    "",
-    " ",
-    "\n",
-    "\0",
-    "x" * 300,
-    "../../x",
-    "a/b\n",
-    "~nobody/x",
-    "https://x.y/a",
-    "..",
-    "a/b@c",
-    "--",
-    "/dev/zero",
-    "//",
-)
+    "", " ", "\n", "\0", "x" * 300, "../../x", "a/b\n", "~nobody/x", "https://x.y/a", "..", "a/b@c", "--", "/dev/zero", "//",
+)  # fmt: skip
 
 
 @pytest.mark.slow

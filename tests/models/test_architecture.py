@@ -16,12 +16,9 @@ from msattn.trainer.models.rope import inverse_frequencies
 from msattn.trainer.storage.model_files import ModelFiles
 
 LLAMA3_ROPE = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
-}
+}  # fmt: skip
 WRITTEN = {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.43.0"}
 SLIDING = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28}
 
@@ -42,129 +39,48 @@ def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 
 PHI4_MINI_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 24 + [40.0] * 24}
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {  # with the number of layers that may be sparse, and of rotated channels
-    "Llama-2-7b": (
-        {
-            **sizes(4096, 11008, 32, 32, 32, 32000),
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "max_position_embeddings": 4096,
-            "rope_scaling": None,
-            "pretraining_tp": 1,
-        },
-        32,
-        128,
-    ),
-    "Llama-3.1-8B-Instruct": (
-        {
-            **sizes(4096, 14336, 32, 32, 8, 128256),
-            "model_type": "llama",
-            "max_position_embeddings": 131072,
-            "rope_scaling": LLAMA3_ROPE,
-            "rope_theta": 500000.0,
-            "eos_token_id": [128001, 128008, 128009],
-        },
-        32,
-        128,
-    ),
-    "Qwen2.5-7B with YaRN": (
-        {
-            **sizes(3584, 18944, 28, 28, 4, 152064),
-            "model_type": "qwen2",
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-            **SLIDING,
-        },
-        28,
-        128,
-    ),
-    "Qwen3-8B": (
-        {
-            **sizes(4096, 12288, 36, 32, 8, 151936),
-            "model_type": "qwen3",
-            "head_dim": 128,
-            "attention_bias": False,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000,
-            "sliding_window": None,
-            "use_sliding_window": False,
-        },
-        36,
-        128,
-    ),
-    "SmolLM3-3B": (
-        {
-            **sizes(2048, 11008, 36, 16, 4, 128256),
-            "model_type": "smollm3",
-            "max_position_embeddings": 65536,
-            "layer_types": ["full_attention"] * 36,
-            "no_rope_layer_interval": 4,
-            "no_rope_layers": [1, 1, 1, 0] * 9,
-            "rope_theta": 5000000.0,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "mlp_bias": False,
-        },
-        36,
-        128,
-    ),
-    "Qwen3-30B-A3B": (
-        {
-            **sizes(2048, 6144, 48, 32, 4, 151936),
-            "model_type": "qwen3_moe",
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "rope_theta": 1000000.0,
-        },
-        48,
-        128,
-    ),
-    "Phi-4-mini-instruct": (
-        {
-            **sizes(3072, 8192, 32, 24, 8, 200064),
-            "model_type": "phi3",
-            "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.75,
-            "rope_scaling": PHI4_MINI_ROPE,
-            "rope_theta": 10000.0,
-            "sliding_window": 262144,
-        },
-        32,
-        96,
-    ),
-    "gemma-3-1b-it": (
-        {
-            **sizes(1152, 6912, 26, 4, 1, 262144),
-            "model_type": "gemma3_text",
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 32768,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "cache_implementation": "hybrid",
-            "query_pre_attn_scalar": 256,
-            "rope_local_base_freq": 10000,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-        },
-        4,
-        256,
-    ),
-}
+    "Llama-2-7b": ({
+        **sizes(4096, 11008, 32, 32, 32, 32000), "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "max_position_embeddings": 4096, "rope_scaling": None, "pretraining_tp": 1,
+    }, 32, 128),
+    "Llama-3.1-8B-Instruct": ({
+        **sizes(4096, 14336, 32, 32, 8, 128256), "model_type": "llama", "max_position_embeddings": 131072,
+        "rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0, "eos_token_id": [128001, 128008, 128009],
+    }, 32, 128),
+    "Qwen2.5-7B with YaRN": ({
+        **sizes(3584, 18944, 28, 28, 4, 152064), "model_type": "qwen2", "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        **SLIDING,
+    }, 28, 128),
+    "Qwen3-8B": ({
+        **sizes(4096, 12288, 36, 32, 8, 151936), "model_type": "qwen3", "head_dim": 128, "attention_bias": False,
+        "max_position_embeddings": 40960, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False,
+    }, 36, 128),
+    "SmolLM3-3B": ({
+        **sizes(2048, 11008, 36, 16, 4, 128256), "model_type": "smollm3", "max_position_embeddings": 65536,
+        "layer_types": ["full_attention"] * 36, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+        "rope_theta": 5000000.0, "sliding_window": None, "use_sliding_window": False, "mlp_bias": False,
+    }, 36, 128),
+    "Qwen3-30B-A3B": ({
+        **sizes(2048, 6144, 48, 32, 4, 151936), "model_type": "qwen3_moe", "head_dim": 128,
+        "max_position_embeddings": 40960, "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "sliding_window": None,
+        "use_sliding_window": False, "rope_theta": 1000000.0,
+    }, 48, 128),
+    "Phi-4-mini-instruct": ({
+        **sizes(3072, 8192, 32, 24, 8, 200064), "model_type": "phi3",
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rope_scaling": PHI4_MINI_ROPE, "rope_theta": 10000.0, "sliding_window": 262144,
+    }, 32, 96),
+    "gemma-3-1b-it": ({
+        **sizes(1152, 6912, 26, 4, 1, 262144), "model_type": "gemma3_text", "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "cache_implementation": "hybrid", "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    }, 4, 256),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

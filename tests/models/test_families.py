@@ -231,13 +231,9 @@ def test_longrope_has_other_angles_in_long_sequences() -> None:
 
 
 VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 8,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
