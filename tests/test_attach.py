@@ -120,20 +120,6 @@ def test_leaving_the_context_restores_the_model(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_left_padded_batch_matches_its_rows_alone(model: Any) -> None:
-    rows = [random_tokens(1, n, seed=n)[0] for n in (37, 80)]
-    settings: dict[str, Any] = {"probes": 2, "recent": 5, "dense_layers": (0,)}
-    with attach(model, gate=gate_for(model), select=NEAREST_HALF, qmodel=random_partition(), **settings) as sparse:
-        ids, mask = left_padded(rows)
-        options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
-        together: Any = generate(model, ids, mask, **options)
-        alone: list[Any] = [generate(model, row[None], **options) for row in rows]
-        assert sparse.stats()["dense_fallbacks"] == 0
-    for b, single in enumerate(alone):
-        torch.testing.assert_close(torch.stack(together.logits)[:, b], torch.stack(single.logits)[:, 0], rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 def test_stats_of_prefill_and_decoding(model: Any) -> None:
     ids = random_tokens(1, 160)  # 10 row blocks, which see 1 to 10 blocks
     with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.6), measure_recall=True) as sparse:
@@ -224,20 +210,6 @@ def test_a_cache_can_be_used_in_the_next_context(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_cache_of_another_partition_is_rejected(model: Any) -> None:
-    ids, cache = random_tokens(1, 40), DynamicCache(config=model.config)
-    with attach(model, qmodel=random_partition(0), probes=1, dense_layers=()):
-        model(ids[:, :30], past_key_values=cache)
-    with attach(model, qmodel=random_partition(0), probes=1, dense_layers=()):  # the same centroids, loaded again
-        model(ids[:, 30:31], past_key_values=cache)
-    with (
-        attach(model, qmodel=random_partition(1), probes=1, dense_layers=()),
-        pytest.raises(UserError, match="another k-means or router"),
-    ):
-        model(ids[:, 31:32], past_key_values=cache)
-
-
-@torch.no_grad()
 def test_dense_layers_read_every_key(model: Any) -> None:
     ids = random_tokens(1, 60)
     tokens = generate(model, ids)
@@ -284,28 +256,6 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
     rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
     rejects(r"dense_layers=\(2,\): accepted are 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
     rejects("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_reading_every_key_gives_dense_attention_on_the_gpu() -> None:
-    model = tiny_model("llama", head_dim=64, hidden_size=256).cuda()
-    ids, mask = (t.cuda() for t in left_padded([random_tokens(1, n, seed=n)[0] for n in (45, 200)]))
-    logits = model(ids, attention_mask=mask).logits
-    centroids = torch.randn(LAYERS, 2, BUCKETS, 64)
-    options: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": ()}
-    with attach(
-        model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=KMeans(centroids, [0, 1]), measure_recall=True, **options
-    ) as sparse:
-        cache = DynamicCache()
-        outputs = [
-            model(chunk, attention_mask=mask[:, :end], past_key_values=cache).logits
-            for chunk, end in ((ids[:, :198], 198), (ids[:, 198:199], 199), (ids[:, 199:], 200))
-        ]
-        stats = sparse.stats()
-    torch.testing.assert_close(torch.cat(outputs, dim=1)[mask > 0], logits[mask > 0], rtol=1e-3, atol=1e-3)
-    assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
-    assert stats["recall"] == pytest.approx(1, abs=1e-4)
 
 
 def test_stats_print_in_a_line() -> None:

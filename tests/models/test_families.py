@@ -24,7 +24,16 @@ from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, r
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import can_crop
-from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, save_tokenizer, tiny_architecture, tiny_config, tiny_model
+from tests.factory import (
+    OTHER_FAMILIES,
+    ROPE_TYPES,
+    left_padded,
+    random_tokens,
+    save_tokenizer,
+    tiny_architecture,
+    tiny_config,
+    tiny_model,
+)
 from tests.test_attach import PooledScores, gate_for
 
 BLOCK, BUCKETS = 16, 6
@@ -55,24 +64,26 @@ def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor) -> 
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "rope"), [*((family, "default") for family in FAMILIES), *(("llama", rope) for rope in ROPE_TYPES[1:])]
+)
 @torch.no_grad()
-def test_queries_and_keys_before_rope(family: str) -> None:
-    model, seen = tiny_model(family), []
+def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
+    model, seen = tiny_model(family, rope), []
     layout = {"interleaved": family_of(model.config).interleaved}
     rotation = Rotation.of(model.config, torch.device("cpu"))
-    assert rotation is not None
+    assert (rotation is None) == (rope == "dynamic")
 
     def attend(x: LayerInputs) -> Tensor:
         for before, after in ((x.q_nope, x.q), (x.k_nope, x.k)):
             torch.testing.assert_close(rotate(before, x.cos, x.sin, **layout), after, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(unrotate(after, x.cos, x.sin, **layout), before, rtol=1e-5, atol=1e-5)
-        if x.rotates:
+        if rotation is not None and x.rotates:
             torch.testing.assert_close(rotation.invert(x.k, x.positions), x.k_nope, rtol=1e-5, atol=1e-5)
         seen.append(x)
         return dense_attention(x)
 
-    ids = random_tokens(2, 40)
+    ids = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic RoPE changes its frequencies beyond 256 positions
     expected = model(ids).logits
     with tap(model, attend):
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -10,47 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.rope import rotate
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
-from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
-
-
-@pytest.mark.parametrize(
-    ("family", "rope"), [*((family, "default") for family in FAMILIES), *(("llama", rope) for rope in ROPE_TYPES[1:])]
-)
-@torch.no_grad()
-def test_q_nope_and_k_nope_are_the_inputs_of_rope(family: str, rope: str) -> None:
-    model, seen = tiny_model(family, rope), []
-
-    def attend(x: LayerInputs) -> torch.Tensor:
-        torch.testing.assert_close(rotate(x.q_nope, x.cos, x.sin), x.q, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(rotate(x.k_nope, x.cos, x.sin), x.k, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(unrotate(x.q, x.cos, x.sin), x.q_nope, rtol=1e-5, atol=1e-5)
-        seen.append((x.layer, x.scale, x.q.shape, x.k.shape))
-        return dense_attention(x)
-
-    tokens = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic RoPE changes its frequencies beyond 256 positions
-    expected = model(tokens).logits
-    with tap(model, attend):
-        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
-    n = tokens.shape[1]
-    assert seen == [(layer, 0.25, (2, 4, n, 16), (2, 2, n, 16)) for layer in range(2)]
-
-
-@torch.no_grad()
-def test_leaving_the_context_restores_the_model() -> None:
-    model, tokens = tiny_model("qwen3"), random_tokens(1, 20)
-    before, config = model(tokens).logits, model.config.to_dict()
-    with pytest.raises(ZeroDivisionError), tap(model, lambda x: x.q / (1 // 0)):
-        model(tokens)
-    assert torch.equal(model(tokens).logits, before)
-    assert model.config.to_dict() == config
-    assert model.config._attn_implementation == "sdpa"
-    for module in model.modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-        assert not any(hooks)
+from tests.factory import left_padded, random_tokens, tiny_model
 
 
 @torch.no_grad()
@@ -91,21 +53,6 @@ def test_left_padded_rows_equal_unpadded_sequences() -> None:
     assert starts[0].tolist() == [12, 0, 6]
     assert starts[0].dtype == torch.int32
     assert starts[-1] is None
-
-
-@torch.no_grad()
-def test_generate_and_chunked_prefill_equal_the_models() -> None:
-    model = tiny_model("llama")
-    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (9, 20)])
-    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    logits = model(ids, attention_mask=mask).logits
-    with tap(model, dense_attention):
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :13], attention_mask=mask[:, :13], past_key_values=cache)
-        rest = model(ids[:, 13:], attention_mask=mask, past_key_values=cache).logits
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(rest, logits[:, 13:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

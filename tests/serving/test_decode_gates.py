@@ -63,26 +63,6 @@ def test_a_token_reads_the_best_blocks_and_no_more(
     assert stats["decode_recall"] == pytest.approx(mass.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("group", [1, 4, 7])
-def test_an_attached_model(group: int, where: str) -> None:
-    """All blocks are dense attention; in a batch with padding each row is as alone; fewer blocks read less."""
-    model, gate = models(group)
-    model = model.to(where)
-    rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
-    ids, mask = left_padded(rows)
-    dense, shares = generate(model, ids, mask, max_new_tokens=6), []
-    for probes in (0, 1, BLOCKS):
-        with attach(model, qmodel=gate, probes=probes, **OPTIONS) as sparse:
-            found = generate(model, ids, mask, max_new_tokens=6)
-            shares.append(sparse.stats()["selectivity"])
-    close(found, dense)
-    assert shares[0] < shares[1] < shares[2] == 1
-    with attach(model, qmodel=gate, probes=1, **OPTIONS):
-        together = generate(model, ids[1:], mask[1:], max_new_tokens=6)
-        for row in (1, 2):
-            close(generate(model, rows[row][None], max_new_tokens=6)[:, 0], together[:, row - 1])
-
-
 def decoded(model: Any, ids: Tensor, passes: list[int], cache: Any) -> Tensor:
     """Returns the logits of the last of ``passes``, which end at these positions."""
     logits, first = torch.empty(0), cache.get_seq_length()
@@ -154,21 +134,6 @@ def test_steps_equal_ordinary_passes(
     close(steps, ordinary)
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
     assert 0.1 < read["selectivity"] < 0.9
-
-
-@torch.no_grad()
-def test_a_cache_keeps_its_gates() -> None:
-    model, ids, gate = tiny_model(), random_tokens(1, 60), random_decode_gate()
-    cache = DynamicCache()
-    with attach(model, qmodel=gate, probes=1, **OPTIONS):
-        model(ids, past_key_values=cache)
-    with attach(model, qmodel=random_decode_gate(), probes=1, **OPTIONS):  # the same weights
-        model(ids[:, :1], past_key_values=cache)
-    with (
-        attach(model, qmodel=random_decode_gate(std=0.1), probes=1, **OPTIONS),
-        pytest.raises(UserError, match="another k-means or router"),
-    ):
-        model(ids[:, :1], past_key_values=cache)
 
 
 def test_what_is_refused() -> None:

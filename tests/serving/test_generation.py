@@ -15,7 +15,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import gate_for, random_partition
+from tests.test_attach import NEAREST_HALF, gate_for, random_partition
 
 
 @torch.no_grad()
@@ -64,7 +64,8 @@ def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None
     """A row that is too short for buckets reads all of its keys, however long the others are; its padding does not count."""
     model, rows = tiny_model().to(where), [random_tokens(1, n, seed=n)[0] for n in (70, 12)]
     ids, mask = left_padded(rows)
-    with attach(model, **ROUTED, dense_below=dense_below):
+    blocks: dict[str, Any] = {} if dense_below else {"gate": gate_for(model), "select": NEAREST_HALF}
+    with attach(model, **ROUTED, **blocks, dense_below=dense_below):
         batch = generate(model, ids, mask)
         for number, row in enumerate(rows):
             close(batch[:, number], generate(model, row[None])[:, 0])

@@ -1,5 +1,6 @@
 """Decoding with routers without training: the keys that are read, against a direct computation in fp64."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_tokens, tiny_model
+from tests.methods.gate.test_decode_gate import random_decode_gate
 from tests.serving.decoding import close, generate
+from tests.serving.test_decode_gates import models as grouped
+from tests.test_attach import random_partition
 
 BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {
@@ -134,43 +138,49 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
     assert torch.allclose(out, shared) == (name == "window")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROUTERS)
-def test_an_attached_model(name: str, where: str) -> None:
+@pytest.mark.parametrize("name", [*ROUTERS, 1, 4, 7])
+def test_an_attached_model(name: str | int, where: str) -> None:
     """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
 
-    Hash tables find no more than the keys that collide. Random buckets are those of a key's bits, which rounding in another
-    batch changes.
+    Numbers are query heads of a group, with decode gates. Hash tables find no more than the keys that collide. Random buckets
+    are those of a key's bits, which rounding in another batch changes.
     """
-    model = tiny_model().to(where)
-    rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
+    model, router = (tiny_model(), ROUTERS[name]([0, 1])) if isinstance(name, str) else grouped(name)
+    model, rows = model.to(where), [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
     ids, mask = left_padded(rows)
-    router = ROUTERS[name]([0, 1])
     options: dict[str, Any] = {"qmodel": router, "recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
-    dense = generate(model, ids, mask)
-    shares = []
-    for probes in (0, 2, BUCKETS):
+    dense, shares = generate(model, ids, mask, max_new_tokens=12), []
+    for probes in (0, 2, router.num_buckets):
         with attach(model, probes=probes, **options) as sparse:
-            found = generate(model, ids, mask)
+            found = generate(model, ids, mask, max_new_tokens=12)
             shares.append(sparse.stats()["selectivity"])
     assert shares[0] < shares[1] < shares[2] <= 1
     if name != "lsh":
         close(found, dense)
         assert shares[2] == 1
     with attach(model, probes=0 if name == "random" else 2, **options):
-        together = generate(model, ids[1:], mask[1:], max_new_tokens=12)
+        together = generate(model, ids[1:], mask[1:], max_new_tokens=6)
         for row in (1, 2):
-            close(generate(model, rows[row][None], max_new_tokens=12)[:, 0], together[:, row - 1])
+            close(generate(model, rows[row][None], max_new_tokens=6)[:, 0], together[:, row - 1])
 
 
-def test_a_cache_keeps_its_partition(where: str) -> None:
-    model, ids = tiny_model().to(where), random_tokens(1, 40).to(where)
+ALIKE: dict[str, tuple[Any, bool]] = {  # makes a router, and whether the next one has the same buckets
+    "k-means": (lambda seed: random_partition(seed // 2), True),
+    "decode gates": (lambda seed: random_decode_gate(std=1.0 if seed < 2 else 0.1), True),
+    "pages": (lambda seed: ROUTERS["lsh" if seed == 2 else "quest"]([0, 1]), False),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_cache_keeps_its_partition(name: str, where: str) -> None:
+    model, ids, cache = tiny_model().to(where), random_tokens(1, 60).to(where), DynamicCache()
     options: dict[str, Any] = {"probes": 1, "recent": 5, "sink": 1, "dense_layers": (), "dense_below": 0}
-    cache = DynamicCache()
-    with attach(model, qmodel=ROUTERS["quest"]([0, 1]), **options):
+    make, same = ALIKE[name]
+    with attach(model, qmodel=make(0), **options):
         model(ids, past_key_values=cache)
-    for other in ("lsh", "window", "quest"):
-        with attach(model, qmodel=ROUTERS[other]([0, 1]), **options), pytest.raises(UserError, match="its buckets were made"):
+    for seed in (1, 2):
+        refused = pytest.raises(UserError, match="another k-means or router") if seed == 2 or not same else nullcontext()
+        with attach(model, qmodel=make(seed), **options), refused:
             model(ids[:, :1], past_key_values=cache)
 
 
