@@ -290,53 +290,54 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_length": 1},
     {"use_cache": False},
     *({"prompt_lookup_num_tokens": n} for n in (0, 2)),
-    {"assistant_model": "self"},
-    {"assistant_model": "other vocabulary"},
     {"output_attentions": True, "return_dict_in_generate": True},
-    *({"past_key_values": each} for each in ("as long", "longer", "empty", "other batch", "of three layers", "list")),
-    *({"attention_mask": each} for each in ("short", "right padding", "a hole", "zeros", "3D", "one row", "float", "none")),
-    *({"input_ids": each} for each in ("empty", "no rows", "vector", "float", "negative", "large", "none")),
-    *({"inputs_embeds": each} for each in ("too", "only", "of other width")),
-    {"position_ids": "short"},
     {"do_sample": True, "temperature": -1.0},
     {"prefill_chunk_size": 7},
     {"guidance_scale": 2.0},
 ]
+NAMED: dict[str, dict[str, Callable[[Tensor], Any]]] = {  # values that are made from the ids of the prompt
+    "assistant_model": {"self": lambda ids: model(), "other vocabulary": lambda ids: tiny_model(vocab_size=64)},
+    "past_key_values": {
+        "as long": lambda ids: filled(LENGTH),
+        "longer": lambda ids: filled(2 * LENGTH),
+        "empty": lambda ids: DynamicCache(),
+        "other batch": lambda ids: filled(LENGTH - 1, 1),
+        "of three layers": lambda ids: cache_of("dynamic", layers=3),
+        "list": lambda ids: [],
+    },
+    "attention_mask": {
+        "short": lambda ids: torch.ones(2, LENGTH - 1),
+        "right padding": lambda ids: torch.ones(2, LENGTH).tril(LENGTH - 3),
+        "a hole": lambda ids: torch.ones(2, LENGTH).index_fill(1, torch.tensor(5), 0),
+        "zeros": lambda ids: torch.zeros(2, LENGTH),
+        "3D": lambda ids: torch.ones(2, 1, LENGTH),
+        "one row": lambda ids: torch.ones(1, LENGTH),
+        "float": lambda ids: torch.full((2, LENGTH), 0.5),
+        "none": lambda ids: None,
+    },
+    "input_ids": {
+        "empty": lambda ids: ids[:, :0],
+        "no rows": lambda ids: ids[:0],
+        "vector": lambda ids: ids[0],
+        "float": lambda ids: ids.float(),
+        "negative": with_id(-1, 0, 3),
+        "large": with_id(VOCABULARY, 0, 3),
+        "none": lambda ids: None,
+    },
+    "inputs_embeds": {
+        "too": lambda ids: model().get_input_embeddings()(ids),
+        "only": lambda ids: model().get_input_embeddings()(ids),
+        "of other width": lambda ids: torch.zeros(2, LENGTH, 3),
+    },
+    "position_ids": {"short": lambda ids: torch.arange(3)[None]},
+}
+SETTINGS += [{name: value} for name, values in NAMED.items() for value in values]
 
 
 def arguments(setting: Mapping[str, Any]) -> Inputs:
     """Returns the arguments of ``generate`` that a setting describes."""
     ids = random_tokens(2, LENGTH, seed=3)
-    named: dict[tuple[str, Any], Callable[[], Any]] = {
-        ("assistant_model", "self"): model,
-        ("assistant_model", "other vocabulary"): lambda: tiny_model(vocab_size=64),
-        ("past_key_values", "as long"): partial(filled, LENGTH),
-        ("past_key_values", "longer"): partial(filled, 2 * LENGTH),
-        ("past_key_values", "empty"): DynamicCache,
-        ("past_key_values", "other batch"): partial(filled, LENGTH - 1, 1),
-        ("past_key_values", "of three layers"): partial(cache_of, "dynamic", layers=3),
-        ("past_key_values", "list"): list,
-        ("attention_mask", "short"): lambda: torch.ones(2, LENGTH - 1),
-        ("attention_mask", "right padding"): lambda: torch.ones(2, LENGTH).tril(LENGTH - 3),
-        ("attention_mask", "a hole"): lambda: torch.ones(2, LENGTH).index_fill(1, torch.tensor(5), 0),
-        ("attention_mask", "zeros"): lambda: torch.zeros(2, LENGTH),
-        ("attention_mask", "3D"): lambda: torch.ones(2, 1, LENGTH),
-        ("attention_mask", "one row"): lambda: torch.ones(1, LENGTH),
-        ("attention_mask", "float"): lambda: torch.full((2, LENGTH), 0.5),
-        ("attention_mask", "none"): lambda: None,
-        ("input_ids", "empty"): lambda: ids[:, :0],
-        ("input_ids", "no rows"): lambda: ids[:0],
-        ("input_ids", "vector"): lambda: ids[0],
-        ("input_ids", "float"): ids.float,
-        ("input_ids", "negative"): lambda: with_id(-1, 0, 3)(ids),
-        ("input_ids", "large"): lambda: with_id(VOCABULARY, 0, 3)(ids),
-        ("input_ids", "none"): lambda: None,
-        ("inputs_embeds", "too"): lambda: model().get_input_embeddings()(ids),
-        ("inputs_embeds", "only"): lambda: model().get_input_embeddings()(ids),
-        ("inputs_embeds", "of other width"): lambda: torch.zeros(2, LENGTH, 3),
-        ("position_ids", "short"): lambda: torch.arange(3)[None],
-    }
-    values = {name: named[name, value]() if (name, value) in named else value for name, value in setting.items()}
+    values = {name: NAMED[name][value](ids) if name in NAMED else value for name, value in setting.items()}
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, **values}
     if setting.get("inputs_embeds") in ("only", "of other width"):
         del given["input_ids"]

@@ -306,3 +306,19 @@ def test_options(tries: Tries, started: list[Any]) -> None:
         )
     for line in NO_COMMANDS:
         tries.command(repr(line), *line.split(" "))
+
+
+LINES = [
+    "help", "help gate", "eval --help", "eval --cfg job", "doctor", "doctor tiny", "demo", "bench", "serve",
+    "train-gate -m seed=1,2", "generate --prompt a", "push outputs/tiny/base a/b", "import-gate theirs --out gate",
+]  # fmt: skip
+
+
+def test_a_working_directory_that_was_deleted(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for line in LINES:
+        tries.command(line, *line.split())
+    for line in ("--version", "--help"):
+        tries.command(line, line, right=lambda out: "msattn" in out, accepted=True)

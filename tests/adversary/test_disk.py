@@ -94,9 +94,11 @@ def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path) -> No
 def test_outputs_that_are_full(tries: Tries, work: Path, tmp_path: Path) -> None:
     """A full stdout is named on stderr, also without a buffer; a full stderr changes nothing."""
     streams = ((1, False), (1, False), (2, False), (1, True), (2, True))
-    for command, (descriptor, buffered) in spread(COMMANDS, streams):
+    pages = {"help": ["help"], "configuration": ["eval", "--cfg", "job"]}  # shorter and longer than a buffer
+    of_pages = [(page, (1, buffered)) for page in pages for buffered in (True, False)]
+    for command, (descriptor, buffered) in (*spread(COMMANDS, streams), *of_pages):
         full = partial(redirect, Path("/dev/full"), descriptor, buffered=buffered)
-        code, output = end_of(work, tmp_path / "output", COMMANDS[command], full)
+        code, output = end_of(work, tmp_path / "output", (COMMANDS | pages)[command], full)
         named = code == 2 and "msattn: standard output cannot be written" in output
         right = named if descriptor == 1 else code == 0
         fault = fault_of(code, output) or (None if right else f"exit code {code}: {output}")
