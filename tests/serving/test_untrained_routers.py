@@ -47,8 +47,8 @@ def decode(
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = RoutedDecoding(
-        router, probes=probes, recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0, measure_recall=False,
-        statistics=statistics, **options,
+        router=router, probes=probes, recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
+        measure_recall=False, statistics=statistics, **options,
     )  # fmt: skip
     out = q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):

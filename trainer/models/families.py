@@ -178,6 +178,12 @@ def head_dim(config: "PreTrainedConfig") -> int:
     return getattr(text_config(config), "head_dim", None) or text_config(config).hidden_size // num_heads(config)
 
 
+def shape(config: "PreTrainedConfig") -> dict[str, int]:
+    """Returns the numbers of layers and heads, and their size, as artifacts record them."""
+    heads = {"num_heads": num_heads(config), "num_kv_heads": num_kv_heads(config), "head_dim": head_dim(config)}
+    return {"num_layers": num_layers(config), **heads}
+
+
 def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the parameters of RoPE, of full-attention layers where each type of layer has its own."""
     rope = text_config(config).rope_parameters

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from msattn.trainer.models.families import (
-    decoder,
-    family_of,
-    head_dim,
-    num_heads,
-    num_kv_heads,
-    num_layers,
-    rope_parameters,
-    text_config,
-)
+from msattn.trainer.models.families import decoder, family_of, rope_parameters, shape, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -48,17 +39,14 @@ def fingerprint(
 def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: str | None = None) -> dict[str, Any]:
     """Returns the :func:`fingerprint` of a model whose weights and tokenizer are not known: their hashes are None."""
     config = text_config(config)
-    shape = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
-    shape["rms_norm_eps"] = float(f"{shape['rms_norm_eps']:.6g}")  # GGUF files have it in single precision
+    hashed = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
+    hashed["rms_norm_eps"] = float(f"{hashed['rms_norm_eps']:.6g}")  # GGUF files have it in single precision
     return {
         "id": id,
         "revision": revision,
-        "num_layers": num_layers(config),
-        "num_heads": num_heads(config),
-        "num_kv_heads": num_kv_heads(config),
-        "head_dim": head_dim(config),
+        **shape(config),
         "rope": {key: value for key, value in sorted(rope_parameters(config).items()) if value is not None},
-        "config_hash": _hash(json.dumps(shape, sort_keys=True).encode()),
+        "config_hash": _hash(json.dumps(hashed, sort_keys=True).encode()),
         "weights_hash": None,
         "tokenizer_hash": None,
     }

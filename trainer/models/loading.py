@@ -53,7 +53,7 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
     torch_dtype = resolve_dtype(dtype, target)
     random = cfg.init == "random"
     files = _files(cfg)
-    config, tokenizer = _config_and_tokenizer(cfg, files)
+    config, tokenizer = config_and_tokenizer(cfg, files)
     try:
         if random:
             model = _random(config, target, torch_dtype, seed)
@@ -66,11 +66,6 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
     return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
 
 
-def config_and_tokenizer(cfg: ModelConfig) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
-    """Returns the configuration of a supported model and its tokenizer, without reading weights."""
-    return _config_and_tokenizer(cfg, _files(cfg))
-
-
 def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
     """Returns the configuration of a model without reading weights or code; :func:`check_supported` is not called.
 
@@ -80,7 +75,11 @@ def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
     return random_config(cfg) if in_yaml else pretrained_config(_files(cfg))
 
 
-def _config_and_tokenizer(cfg: ModelConfig, files: ModelFiles) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
+def config_and_tokenizer(
+    cfg: ModelConfig, files: ModelFiles | None = None
+) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
+    """Returns the configuration of a supported model and its tokenizer, without reading weights."""
+    files = files or _files(cfg)
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
         scale_rope(config, cfg.rope_scaling)

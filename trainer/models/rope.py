@@ -84,14 +84,6 @@ def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end:
     return torch.cat([cached, new], dim=2)
 
 
-def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """Maps each pair ``(a, b)`` to ``(-b, a)``."""
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Applies RoPE to queries or keys ``[B, H, N, D]``.
 
@@ -99,7 +91,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    rotated = first * cos + _quarter_turn(first, interleaved) * sin
+    if interleaved:  # each pair (a, b) becomes (-b, a)
+        turned = torch.stack((-first[..., 1::2], first[..., ::2]), dim=-1).flatten(-2)
+    else:
+        a, b = first.chunk(2, dim=-1)
+        turned = torch.cat((-b, a), dim=-1)
+    rotated = first * cos + turned * sin
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 

@@ -54,8 +54,11 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
     gate = None if selection is None else selection.gate
-    for warning in _check_same_model(host, gate, router, options.strict):
-        _warn_once(warning)
+    saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
+    identity = host.identify() if saved else {}
+    for artifact in saved:
+        if warning := artifacts.check_model(artifact.manifest, identity, strict=options.strict):
+            _warn_once(warning)
     if isinstance(router, QModel) and router.routing_warning:
         _warn_once(router.routing_warning)
     if selection is not None:
@@ -75,7 +78,7 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     routed = None
     if router is not None:
         routed = RoutedDecoding(
-            router, **numbers, density=reads.density, probability=reads.probability, independent=options.independent,
+            router=router, **numbers, density=reads.density, probability=reads.probability, independent=options.independent,
             routed_from=_routed_from(host, router, numbers, reads.share, dense_below, device),
             measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
@@ -86,16 +89,6 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
         kv_heads=num_kv_heads(config) // shard.ranks,
         measure_recall=options.measure_recall,
     )
-
-
-def _check_same_model(host: Host, gate: Gate | None, router: AnyRouter | None, strict: bool) -> list[str]:
-    """Returns warnings about artifacts of other weights; modules that were never saved have no manifest to check."""
-    saved = [module.artifact for module in (gate, router) if module is not None and module.artifact is not None]
-    if not saved:
-        return []
-    identity = host.identify()
-    warned = [artifacts.check_model(artifact.manifest, identity, strict=strict) for artifact in saved]
-    return list(filter(None, warned))
 
 
 @cache

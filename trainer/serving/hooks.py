@@ -19,7 +19,6 @@ from msattn.trainer.serving.cache.install import check_memory, install_layers
 from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS, BucketLayer
 from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.inputs import check_held, check_inputs
-from msattn.trainer.serving.paged import is_paged
 from msattn.trainer.serving.sparse import Sparse
 
 
@@ -69,12 +68,14 @@ class DecoderHooks(NotCopied):
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder, which installs its layers in the cache."""
+        from transformers.generation.continuous_batching import PagedAttentionCache
+
         if args:
             names = list(signature(type(module).forward).parameters)[1:]
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = module.config
         self._check_outputs(config, kwargs)
-        if is_paged(kwargs):
+        if isinstance(kwargs.get("cache"), PagedAttentionCache):
             return args, self.sparse.paged.begin(config, kwargs)
         kwargs.pop(PAGES, None)
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")

@@ -17,15 +17,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.base import UntrainedBlocks, UntrainedRouter
 from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.models.families import (
-    attention_layers,
-    check_supported,
-    head_dim,
-    num_heads,
-    num_kv_heads,
-    num_layers,
-    served_layers,
-)
+from msattn.trainer.models.families import attention_layers, check_supported, num_kv_heads, num_layers, served_layers, shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -120,12 +112,7 @@ def _check_served(layers: Sequence[int], config: "PreTrainedConfig") -> None:
 
 def _check_shape(name: str, made_for: Mapping[str, int], config: "PreTrainedConfig") -> None:
     """Raises UserError if a number of ``made_for`` is not that of the model."""
-    model = {
-        "num_layers": num_layers(config),
-        "num_heads": num_heads(config),
-        "num_kv_heads": num_kv_heads(config),
-        "head_dim": head_dim(config),
-    }
+    model = shape(config)
     for key, value in made_for.items():
         if value != model[key]:
             raise UserError(f"{name}: it is for another model; its {key} is {value}, this model's is {model[key]}")

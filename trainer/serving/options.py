@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -39,9 +39,7 @@ ACCEPTED = {
 }
 
 
-def _here(default: Any = None) -> Any:
-    """Returns a field of an option that vLLM does not take."""
-    return field(default=default, metadata={"vllm": False})
+_here = partial(field, metadata={"vllm": False})  # a field of an option that vLLM does not take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +77,12 @@ class AttachOptions(ReadOptions):
     sparsity: float | None = None
     qmodel: AnyRouter | str | Path | None = None
     dense_layers: Sequence[int] | None = None  # pyrefly: ignore[bad-override]  # YAML has lists alone
-    threshold: float | None = _here()
-    independent: bool = _here(False)
-    strict: bool = _here(False)
-    cuda_graphs: bool = _here(True)
-    measure_recall: bool = _here(False)
-    measure_time: bool = _here(False)
+    threshold: float | None = _here(default=None)
+    independent: bool = _here(default=False)
+    strict: bool = _here(default=False)
+    cuda_graphs: bool = _here(default=True)
+    measure_recall: bool = _here(default=False)
+    measure_time: bool = _here(default=False)
 
     def __post_init__(self) -> None:
         for name, gates, other, phase in (("gate", DecodeGate, "qmodel", "decode"), ("qmodel", Gate, "gate", "prefill")):

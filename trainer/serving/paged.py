@@ -56,13 +56,6 @@ def check_version(caller: str) -> None:
         )
 
 
-def is_paged(arguments: dict[str, Any]) -> bool:
-    """Returns whether the arguments of a decoder are those of continuous batching."""
-    from transformers.generation.continuous_batching import PagedAttentionCache
-
-    return isinstance(arguments.get("cache"), PagedAttentionCache)
-
-
 class PagedAttention:
     """Attention of every layer in passes over paged caches.
 

@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,41 +29,25 @@ from msattn.trainer.serving.statistics import Statistics
 MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
 
 
+@dataclass(eq=False, kw_only=True)
 class RoutedDecoding:
-    """Attention of new tokens over a dense window and the buckets of a router, in the routed layers.
+    """Attention of new tokens over a dense window and the buckets of a router, in the routed layers."""
 
-    Parameters
-    ----------
-    router : chooses the buckets.
-    probes, recent, sink, dense_layers : as for :func:`msattn.trainer.serving.attach.attach`.
-    density : density from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets.
-    probability : of a decode gate, probability from which a block is read, instead of its density.
-    independent : each query head visits buckets of its own; otherwise a query group shares them.
-    routed_from : maps a batch size to the number of keys from which it is used; below, dense attention is faster.
-    measure_recall : also measures the attention mass that is read, at the cost of a dense pass.
-    statistics : counts the keys that are read and that are visible.
-    """
+    router: Router | BlockRouter
+    probes: int
+    recent: int
+    sink: int
+    dense_layers: InitVar[tuple[int, ...]]
+    density: float | None = None  # from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets
+    probability: float | None = None  # of a decode gate, from which a block is read, instead of its density
+    independent: bool = False  # each query head visits buckets of its own; otherwise a query group shares them
+    routed_from: Callable[[int], int]  # from a batch size to the number of keys below which dense attention is faster
+    measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
+    statistics: Statistics
 
-    def __init__(
-        self,
-        router: Router | BlockRouter,
-        *,
-        probes: int,
-        recent: int,
-        sink: int,
-        dense_layers: tuple[int, ...],
-        density: float | None = None,
-        probability: float | None = None,
-        independent: bool = False,
-        routed_from: Callable[[int], int],
-        measure_recall: bool,
-        statistics: Statistics,
-    ) -> None:
-        self.router, self.probes, self.recent, self.sink = router, probes, recent, sink
-        self.density, self.probability, self.independent = density, probability, independent
-        self.layers = frozenset(router.layers) - frozenset(dense_layers)
-        self.routed_from, self.measure_recall, self.statistics = routed_from, measure_recall, statistics
-        self.rebuild_every = max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))  # the dense window holds the keys until then
+    def __post_init__(self, dense_layers: tuple[int, ...]) -> None:
+        self.layers = frozenset(self.router.layers) - frozenset(dense_layers)
+        self.rebuild_every = max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))  # the dense window holds the keys until then
 
     def attend(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
         """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
