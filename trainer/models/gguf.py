@@ -97,13 +97,6 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
-def unpacking(path: Path) -> dict[str, Any]:
-    """Returns the arguments of ``from_pretrained``, besides the file's folder, that load its weights without their blocks."""
-    from transformers import GgufConfig
-
-    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-
-
 def check_tensors(path: Path, config: "PreTrainedConfig", where: str) -> None:
     """Raises UserError if a file has tensors that the model does not take: transformers would skip them without a word."""
     from transformers import AutoModelForCausalLM

@@ -16,7 +16,6 @@ from msattn.trainer.models.architecture import build_config, generation_config, 
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
-from msattn.trainer.models.gguf import unpacking
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
@@ -175,10 +174,11 @@ def _pretrained(
     files: ModelFiles, config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype, trust_remote_code: bool
 ) -> "PreTrainedModel":
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     trust_remote_code = trust_remote_code and files.gguf is None
     own = None if trust_remote_code else generation_config(files, config)
+    packed = {"gguf_file": files.gguf.name, "quantization_config": GgufConfig(dequantize=True)} if files.gguf else {}
     try:
         folder = checked_weights(files, config)
         # Of a GGUF file that does not fit, transformers would print a report; it is refused below.
@@ -194,7 +194,7 @@ def _pretrained(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
                 **_attention(config),
-                **({} if files.gguf is None else unpacking(files.gguf)),
+                **packed,
             )
     except (torch.OutOfMemoryError, UserError):
         raise

@@ -77,10 +77,11 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
     routed = None
     if router is not None:
+        break_even = _break_even(host, router, numbers, reads.share, device)
+        routed_from = break_even if dense_below is None else lambda batch: dense_below
         routed = RoutedDecoding(
             router=router, **numbers, density=reads.density, probability=reads.probability, independent=options.independent,
-            routed_from=_routed_from(host, router, numbers, reads.share, dense_below, device),
-            measure_recall=options.measure_recall, statistics=statistics,
+            routed_from=routed_from, measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
     return Sparse(
         Dispatch(selection, routed, _dense_below(given, device) if dense_below is None else dense_below),
@@ -142,17 +143,10 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     return 0
 
 
-def _routed_from(
-    host: Host,
-    router: AnyRouter,
-    numbers: Mapping[str, Any],
-    share: float | None,
-    dense_below: int | None,
-    device: torch.device,
+def _break_even(
+    host: Host, router: AnyRouter, numbers: Mapping[str, Any], share: float | None, device: torch.device
 ) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
-    if dense_below is not None:
-        return lambda batch: dense_below
     config, window = host.config, numbers["recent"] + numbers["sink"]
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
     if share is None and isinstance(router, DecodeGate):  # as many keys at every length

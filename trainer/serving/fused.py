@@ -40,11 +40,13 @@ def fused(decoder: nn.Module) -> Iterator[None]:
         yield
 
 
-class FusedNorm(NotCopied):
-    """The forward pass of an RMS norm as one kernel."""
-
+class _Fused(NotCopied):
     def __init__(self, module: Any) -> None:
         self.module, self.original = module, module.forward
+
+
+class FusedNorm(_Fused):
+    """The forward pass of an RMS norm as one kernel."""
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         weight = self.module.weight
@@ -53,11 +55,8 @@ class FusedNorm(NotCopied):
         return self.original(hidden_states)
 
 
-class FusedMLP(NotCopied):
+class FusedMLP(_Fused):
     """The forward pass of a gated MLP with SiLU; activation and product are one kernel."""
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.original = module, module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         if not _is_fusable(x, x):

@@ -16,7 +16,6 @@ from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import sparsity
-from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
@@ -92,16 +91,13 @@ class PagedAttention:
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with their pass; UserError for a manager of another attention."""
         state = self._state(arguments["cache"], config)
-        now = PagedPass.of(state, arguments, partial(self._is_sparse, state))
-        self._start(now)
+        now = self._start(PagedPass.of(state, arguments, partial(self._is_sparse, state)))
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
         """Returns a pass, of which ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
-        now = PagedPass.of_tables(state, *tables, is_sparse=partial(self._is_sparse, state))
-        self._start(now)
-        return now
+        return self._start(PagedPass.of_tables(state, *tables, is_sparse=partial(self._is_sparse, state)))
 
     def begin_new_tokens(
         self, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, kv_len: Tensor, longest: int
@@ -111,22 +107,23 @@ class PagedAttention:
         The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence without a key is padding, and
         its page one that no sequence owns. ``longest`` may be an upper bound; in a graph it is one of all passes.
         """
-        now = PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), [])
-        self._start(now)
-        return now
+        return self._start(PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), []))
 
     def create_counters(self, state: PagedState) -> None:
         """Creates the counters of a state: before a CUDA graph is captured, which holds their addresses."""
         if state.buckets:
             self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
 
-    def _start(self, now: PagedPass) -> None:
-        """Takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
+    def _start(self, now: PagedPass) -> PagedPass:
+        """Returns a pass; takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
         if now.state.pooled:  # not before the pass has computed them
             now.state.mark_pooled(now.pages, now.offsets // now.state.block_size, pooled=False)
         if self.routed is not None and now.decoded is not None:
             keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
-            self.statistics.add_visible(keys, all_read=self._is_short(now.decoded))
+            longest = now.decoded.longest
+            short = longest is not None and longest < self.ways.routed_from(len(now.decoded.kv_len))  # all, for buckets
+            self.statistics.add_visible(keys, all_read=short)
+        return now
 
     def release(self) -> None:
         """Lets go of all caches."""
@@ -154,8 +151,10 @@ class PagedAttention:
             out = torch.zeros_like(x.q[0].transpose(0, 1))
             for rows in served:
                 out[rows.tokens] = attend(rows)
-        if x.layer == now.state.last_pooled:
-            self._mark_pooled(now)
+        if x.layer == now.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
+            for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
+                places = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
+                now.state.mark_pooled(*places, pooled=True)
         return out.transpose(0, 1)[None]
 
     def _write(self, x: LayerInputs, now: PagedPass) -> None:
@@ -195,7 +194,11 @@ class PagedAttention:
         most = max(item.queries for item in prompts.items)
         if prompts.sparse:
             assert self.selection is not None
-            size, chosen = self.selection.block_size, [self._chosen(x, now, item, self.selection) for item in prompts.items]
+            size, chosen = self.selection.block_size, []
+            for item in prompts.items:
+                sequence = self._sequence(x, now, item)
+                chosen.append(self.selection.blocks(sequence))
+                self.statistics.add("sparsity", sparsity(chosen[-1], self.selection.candidates(sequence)))
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
         elif self.selection is not None:
             for item in prompts.items:
@@ -216,13 +219,6 @@ class PagedAttention:
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         return self._way(state, item) is Way.BLOCKS
 
-    def _chosen(self, x: LayerInputs, now: PagedPass, item: PromptChunk, selection: Selection) -> Tensor:
-        """Returns the blocks that a sequence reads, bool ``[1, H, Tr, Tc]``."""
-        sequence = self._sequence(x, now, item)
-        blocks = selection.blocks(sequence)
-        self.statistics.add("sparsity", sparsity(blocks, selection.candidates(sequence)))
-        return blocks
-
     def _sequence(self, x: LayerInputs, now: PagedPass, item: PromptChunk) -> LayerInputs:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
@@ -237,16 +233,6 @@ class PagedAttention:
         k, v = now.state.keys(x.layer, item.table, 0, item.keys)
         return replace(sequence, k=k, v=v)
 
-    def _mark_pooled(self, now: PagedPass) -> None:
-        """Notes that the pooled keys of sparse prompts are known, in every layer; those of decoded tokens are not."""
-        for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
-            pages, blocks = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
-            now.state.mark_pooled(pages, blocks, pooled=True)
-
-    def _is_short(self, rows: Sequences) -> bool:
-        """Returns whether all sequences are known to be too short for buckets."""
-        return rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))
-
     def _window(self, rows: Sequences) -> int | Tensor:
         """Returns the length of the dense window of each sequence, which holds all keys of those that are too short."""
         assert self.routed is not None
@@ -259,16 +245,13 @@ class PagedAttention:
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:
             if cache not in self._states:
-                self._states[cache] = self._new_state(cache, config)
+                owners = [each for each in self._managers if getattr(each.batch_processor, "cache", None) is cache]
+                if not owners:
+                    raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
+                requests = owners[0].continuous_batching_config.max_requests_per_batch
+                self._states[cache] = AllocatedState(cache, **self.state_options(config, requests))
+                self.create_counters(self._states[cache])
             return self._states[cache]
-
-    def _new_state(self, cache: Any, config: Any) -> AllocatedState:
-        owners = [manager for manager in self.managers if getattr(manager.batch_processor, "cache", None) is cache]
-        if not owners:
-            raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
-        state = AllocatedState(cache, **self.state_options(config, owners[0].continuous_batching_config.max_requests_per_batch))
-        self.create_counters(state)
-        return state
 
     def state_options(self, config: Any, requests: int) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""

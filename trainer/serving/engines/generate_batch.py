@@ -165,7 +165,9 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     for layer in attention_layers(config):
         if layer.kept is not None:
             raise UserError(f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}")
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or _has_window(config):
+    kinds = getattr(config, "layer_types", None)  # without any, transformers keeps the cache of a window as one
+    windows = kinds is None and getattr(config, "sliding_window", None) is not None
+    if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
         raise UserError(f"{engine}: layers with a sliding window are not supported; accepted is model.generate")
     if sparse.measure_recall or sparse.statistics.timer is not None:
         raise UserError(f"{engine}: measure_recall and measure_time are not supported; accepted is model.generate")
@@ -209,11 +211,6 @@ def check_prompt(ids: Sequence[int], config: Any) -> None:
     require(len(ids) > 0, "input_ids", list(ids), "accepted is one token or more")
     require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"accepted are 0 to {size - 1}")
     check_length(config, len(ids), f"prompt of {len(ids)} tokens")
-
-
-def _has_window(config: Any) -> bool:
-    """Returns whether transformers keeps the cache of layers without a type as one of a window."""
-    return getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
 
 
 def _longest(config: Any, hints: Any) -> int:
