@@ -21,29 +21,19 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 class Family:
     """Differences of a family's decoders from Llama's, as the code of their attention modules has them.
 
-    Attributes
-    ----------
-    llama_layers : a layer computes what Llama's does, up to biases and a norm of each query and key, so that the fused modules
-        and the captured steps of :mod:`msattn.trainer.serving` may stand in for it.
-    one_window : a ``sliding_window`` in the configuration holds for every layer; other families list ``layer_types``.
-    heads_first : the norms of queries and keys run on ``[B, H, N, D]``, not on the outputs of the projections.
-    interleaved : RoPE rotates neighbouring channels ``2 i`` and ``2 i + 1``, not ``i`` and ``i + r / 2`` of r rotated ones.
-    half_angles : the rotary embedding returns each angle once, not for both channels of a pair.
-    plain_scores : softmax of scaled products and nothing else, so that SDPA computes it.
-    norm_after_rope : queries and keys are normalized after RoPE, so that only layers without RoPE are served.
-    experts : MLPs are mixtures of experts, whose size is another number than ``intermediate_size``.
-    hashed : keys of the configuration that attention depends on besides those of all families.
+    With ``llama_layers``, a layer computes what Llama's does, up to biases and a norm of each query and key, so that the fused
+    modules and the captured steps of :mod:`msattn.trainer.serving` may stand in for it.
     """
 
     llama_layers: bool = False
-    one_window: bool = False
-    heads_first: bool = False
-    interleaved: bool = False
-    half_angles: bool = False
-    plain_scores: bool = True
-    norm_after_rope: bool = False
-    experts: bool = False
-    hashed: tuple[str, ...] = ()
+    one_window: bool = False  # a sliding_window in the configuration holds for every layer; others list layer_types
+    heads_first: bool = False  # the norms of queries and keys run on [B, H, N, D], not on the outputs of the projections
+    interleaved: bool = False  # RoPE rotates neighbouring channels 2 i and 2 i + 1, not i and i + r / 2 of r rotated ones
+    half_angles: bool = False  # the rotary embedding returns each angle once, not for both channels of a pair
+    plain_scores: bool = True  # softmax of scaled products and nothing else, so that SDPA computes it
+    norm_after_rope: bool = False  # queries and keys are normalized after RoPE, so that only layers without RoPE are served
+    experts: bool = False  # MLPs are mixtures of experts, whose size is another number than intermediate_size
+    hashed: tuple[str, ...] = ()  # keys of the configuration that attention depends on besides those of all families
 
     def modules_before_rope(self, attention: Any) -> tuple[Any, Any]:
         """Returns the modules whose outputs hold the queries and the keys before RoPE: norms, projections, or one for both."""

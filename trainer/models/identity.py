@@ -25,11 +25,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Returns the fields that identify a model in a manifest.
 
-    Returns
-    -------
-    dict with ``id``, ``revision``, ``num_layers``, ``num_heads``, ``num_kv_heads``, ``head_dim``, ``rope``, ``config_hash``,
-    ``weights_hash`` (of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
-    offloaded weights) and ``tokenizer_hash`` (None without a tokenizer).
+    The ``weights_hash`` is of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
+    offloaded weights. The ``tokenizer_hash`` is None without a tokenizer.
     """
     fields = config_fingerprint(model.config, id=id, revision=revision)
     tokens = None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
