@@ -62,6 +62,22 @@ def with_other_modules(folder: Path) -> Any:
     return model
 
 
+def with_packed_weights(folder: Path) -> Any:
+    """A model with a weight in blocks of bytes, as transformers keeps those of some GGUF files."""
+
+    class Blocks(torch.nn.Module):
+        def __init__(self, linear: torch.nn.Linear) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(linear.weight.detach().view(torch.uint8), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight.view(torch.float32))
+
+    model = tiny_model()
+    model.model.layers[0].self_attn.q_proj = Blocks(model.model.layers[0].self_attn.q_proj)
+    return model
+
+
 def offloaded(folder: Path) -> Any:
     from accelerate import disk_offload
 
@@ -95,6 +111,7 @@ MODELS: dict[Callable[[Path], Any], str | None] = {  # with the warning of attac
     quantized_to_int8: "weights are quantized or offloaded",
     with_tensor_subclasses: "weights are quantized or offloaded",
     with_other_modules: "weights are quantized or offloaded",
+    with_packed_weights: "weights are quantized or offloaded",
     offloaded: "weights are quantized or offloaded",
     fine_tuned: "its weights_hash is",
     with_one_more_token: "its config_hash is",

@@ -132,13 +132,6 @@ def forms() -> dict[str, Damage]:
     return {"whole": lambda at: None, "in parts": shard, **pickles}
 
 
-@pytest.mark.slow
-def test_undamaged(tries: Tries, models: Models) -> None:
-    """Every family, and each form, is served."""
-    for family, (form, change) in spread(FAMILIES, forms().items()):
-        attempt(tries, models, f"{family} {form}", change, family=family, accepted=True)
-
-
 def test_other_files(tries: Tries, models: Models) -> None:
     """Adapters and files of other formats, beside the model."""
     files = ("adapter_config.json", "special_tokens_map.json", "added_tokens.json", INDEX, PICKLE, "processor_config.json")

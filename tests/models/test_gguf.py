@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
@@ -173,46 +171,3 @@ def test_commands_take_a_file(
     assert exit_code("generate", *own, "--prompt", "the 12", "select=quest") == 2
     assert "Traceback" not in (printed := capsys.readouterr().err)
     assert "small.gguf: damaged, cut off, or no GGUF file" in printed
-
-
-class ReferenceKernel:
-    """The products with packed weights that transformers takes from the Hub, as plain unpacking."""
-
-    def supports(self, kind: int) -> bool:
-        return True
-
-    def mul_mat_vec(self, weight: torch.Tensor, x: torch.Tensor, kind: int, rows: int) -> torch.Tensor:
-        from transformers.integrations.gguf.dequant import dequantize
-
-        return x.float() @ dequantize(weight, kind, torch.float32).reshape(rows, -1).T
-
-
-def packed(file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Returns the model of a file with its matrices in blocks, as transformers 5.23 keeps those of some architectures."""
-    utils = pytest.importorskip("transformers.integrations.gguf.utils", reason="this transformers unpacks all weights")
-    from transformers.integrations.gguf import kernels
-
-    monkeypatch.setattr(kernels, "_gguf_kernel", kernel := ReferenceKernel())
-    model, q8_0 = load_gguf(file).model, GGMLQuantizationType.Q8_0
-    names = [name for name, weight in model.named_parameters() if weight.ndim == 2]
-    blocks = {name: quantize(model.get_parameter(name).numpy(), q8_0) for name in names}
-    replaced = utils.replace_with_gguf_modules(model, {name: int(q8_0) for name in names}, kernel, torch.float32)
-    for name, module in replaced.items():
-        module.weight.data = torch.from_numpy(blocks[name])
-    assert replaced.keys() == set(names)
-    return model
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_models_whose_weights_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_gguf(tmp_path / "small.gguf", gguf_model(tie_word_embeddings=False), "Q8_0")
-    model, unpacked, ids = packed(file, monkeypatch), load_gguf(file).model, random_tokens(1, 80, vocab_size=SIZE)
-    assert model.model.layers[0].self_attn.q_proj.weight.dtype == torch.uint8
-    found = fingerprint(model)
-    assert found == fingerprint(unpacked) | {"weights_hash": None}, "weights in blocks are not compared"
-    gate, answers = save(tmp_path, unpacked, gate_for(unpacked)), []
-    for each in (unpacked, model):
-        with torch.no_grad(), msattn.attach(each, gate=gate, sparsity=0.5, dense_below=0) as sparse:
-            answers.append(each.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None))
-            assert 0.1 < sparse.stats()["sparsity"] < 0.6
-    assert torch.equal(*answers)

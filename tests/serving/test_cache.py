@@ -11,15 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.kernels.testing import dense_attention as masked_attention
-from msattn.trainer.methods.buckets import route
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.rope import KeysNotKnown
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer
-from msattn.trainer.serving.routed import decode_attention
-from tests.factory import left_padded, random_tokens, tiny_model
 
 BUCKETS = 5
 LAYERS = 3
@@ -144,96 +139,6 @@ def test_calls_in_another_order_are_rejected() -> None:
 def random_partition(seed: int = 0) -> KMeans:
     centroids = torch.randn(LAYERS, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(seed))
     return KMeans(torch.nn.functional.normalize(centroids, dim=-1), list(range(LAYERS)))
-
-
-def read_mask(layer: BucketLayer, probes: Tensor, *, recent: int, sink: int, kv_start: Tensor | None = None) -> Tensor:
-    """Returns the mask of the keys that :func:`decode_attention` reads, bool ``[B, Hkv, M]``, from the bucket of every key."""
-    batch, kv_heads, num_keys = *layer.index.offsets.shape[:2], layer.get_seq_length()
-    visited = torch.zeros(batch, kv_heads, layer.num_buckets + 1, dtype=torch.bool, device=probes.device)
-    visited.scatter_(2, probes.long(), True)
-    buckets = layer.bucket_buffer.filled
-    assert buckets is not None
-    listed = torch.where(buckets < 0, layer.num_buckets, buckets).long()[:, :, : layer.indexed]
-    read = torch.zeros(batch, kv_heads, num_keys, dtype=torch.bool, device=probes.device)
-    read[:, :, : layer.indexed] = visited.gather(2, listed)
-    position = torch.arange(num_keys, device=probes.device)
-    start = torch.zeros_like(position[:1]) if kv_start is None else kv_start[:, None, None]
-    dense = (position < start + sink) | (position >= num_keys - layer.window(recent))
-    return (read | dense) & (position >= start)
-
-
-class RoutedDecoding:
-    """Attention function with dense prompts and routed tokens."""
-
-    def __init__(self, probes: int, recent: int, check: bool = False) -> None:
-        self.router = random_partition()
-        self.probes, self.recent, self.check = probes, recent, check
-        self.decoded = 0
-
-    def __call__(self, x: LayerInputs) -> Tensor:
-        layer = x.cache
-        if not isinstance(layer, BucketLayer):
-            return dense_attention(x)
-        layer.assign(self.router, x)
-        if x.num_queries > 1:
-            return dense_attention(x)
-        visited = route(self.router, x, self.probes)
-        self.decoded += 1
-        counts = torch.zeros(x.k.shape[:2], dtype=torch.int64)
-        out, lse = decode_attention(x, visited, window=layer.window(self.recent), sink=1, counts=counts)
-        if self.check:
-            read = read_mask(layer, visited, recent=self.recent, sink=1, kv_start=x.kv_start)
-            assert torch.equal(counts, read.sum(-1))
-            mask = read.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)[:, :, None]
-            exact = masked_attention(x.q, x.k, x.v, mask, scale=x.scale)
-            torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=1e-5)
-            torch.testing.assert_close(lse.double(), exact.lse, rtol=0, atol=1e-5)
-        return out
-
-    def cache(self) -> DynamicCache:
-        cache = DynamicCache()
-        install_layers(cache, self.router, num_layers=LAYERS, rebuild_every=4)
-        return cache
-
-
-def generate(attention: Any, prompt: dict[str, Tensor], **options: Any) -> Tensor:
-    model = tiny_model(num_hidden_layers=LAYERS)
-    arguments = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
-    if attention is None:
-        result = model.generate(**prompt, **arguments)
-    else:
-        with tap(model, attention):
-            result = model.generate(**prompt, past_key_values=attention.cache(), **arguments)
-        assert attention.decoded > 0
-    if arguments.get("num_beams", 1) > 1:
-        return result.sequences
-    return torch.stack(result.logits)
-
-
-def padded_prompt() -> dict[str, Tensor]:
-    rows = [random_tokens(1, length, seed=length)[0] for length in (33, 20)]
-    ids, mask = left_padded(rows)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-@torch.no_grad()
-def test_all_buckets_give_dense_attention() -> None:
-    prompt = padded_prompt()
-    torch.testing.assert_close(generate(RoutedDecoding(BUCKETS, recent=1), prompt), generate(None, prompt), rtol=0, atol=2e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("probes", [0, 2])
-def test_decoding_attends_to_the_counted_keys(probes: int) -> None:
-    generate(RoutedDecoding(probes, recent=3, check=True), padded_prompt())
-
-
-@torch.no_grad()
-def test_beam_search_matches_dense_attention() -> None:
-    prompt = {"input_ids": random_tokens(2, 25)}
-    beams = {"num_beams": 3, "num_return_sequences": 2}
-    assert torch.equal(generate(RoutedDecoding(BUCKETS, recent=1), prompt, **beams), generate(None, prompt, **beams))
-    generate(RoutedDecoding(1, recent=2, check=True), prompt, **beams)
 
 
 def test_install_replaces_the_layers_of_a_cache() -> None:

@@ -161,24 +161,3 @@ def test_pooled_keys_after_cache_operations() -> None:
     parts = expected.unflatten(-1, (3, -1))[:, :, :complete]
     wanted = torch.cat([parts[..., order[pool], :] for pool in pools], dim=-1)
     torch.testing.assert_close(pooled.blocks, wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 48}], ids=str)
-@torch.no_grad()
-def test_ways_of_generating_equal_dense_attention_if_everything_is_read(options: dict[str, Any]) -> None:
-    model, ids = tiny_model(), random_tokens(1, 100)
-    ids = torch.cat([ids, ids[:, :30]], dim=1)  # repeated tokens give prompt lookup something to find
-    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    expected = model.generate(ids, **arguments)
-    continued: list[int] = []
-    with attach_reading_all(model) as sparse:
-        hook = model.model.register_forward_pre_hook(
-            lambda module, args, kwargs: continued.append(
-                kwargs["input_ids"].shape[1] if kwargs["past_key_values"].get_seq_length() else 0
-            ),
-            with_kwargs=True,
-        )
-        assert torch.equal(model.generate(ids, **arguments, **options), expected)
-        hook.remove()
-        assert sparse.stats()["dense_fallbacks"] == 0
-    assert max(continued) > 1, "several tokens were read after cached ones"

@@ -82,6 +82,17 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
+def beside(*calls: Callable[[], object]) -> Iterator[None]:
+    """Runs ``calls`` in threads beside the block, which ends with the last of them."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(SECONDS)
+
+
+@contextmanager
 def running(
     loaded: Loaded, cfg: ServeConfig, sparse: Any = None, api_key: str | None = None, tracker: Tracker | None = None
 ) -> Iterator[Running]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import cache, connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import exit_code, metrics_lines
-from tests.serving.http.running import KEY, SECONDS, Running, configuration, eventually, greedy, running, small_loaded
+from tests.serving.http.running import KEY, SECONDS, Running, beside, configuration, eventually, greedy, running, small_loaded
 
 WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
 
@@ -51,17 +52,13 @@ def text_of(stream: Any) -> str:
 def test_a_full_queue_refuses_requests(small: Loaded) -> None:
     """One request runs at a time, so the others wait."""
     with running(small, configuration("server.max_running=1", "server.max_waiting=2")) as served, served.client() as client:
-        streams = [endless(client)]
-        waiting = [threading.Thread(target=served.post, kwargs={"json": WORDS | {"max_tokens": 1}}) for _ in range(2)]
-        for thread in waiting:
-            thread.start()
-        eventually(lambda: served.engine.waiting == 2)
-        with pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
-            client.completions.create(**WORDS)
-        assert caught.value.response.headers["retry-after"] == "1"
-        streams[0].close()
-        for thread in waiting:
-            thread.join(SECONDS)
+        stream, ask = endless(client), partial(served.post, json=WORDS | {"max_tokens": 1})
+        with beside(ask, ask):
+            eventually(lambda: served.engine.waiting == 2)
+            with pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
+                client.completions.create(**WORDS)
+            assert caught.value.response.headers["retry-after"] == "1"
+            stream.close()
         assert client.completions.create(**WORDS, max_tokens=1).usage.completion_tokens == 1
         assert served.metric('requests_total{outcome="refused"}') == 1
 
@@ -116,12 +113,10 @@ def test_long_texts_are_encoded_apart(small: Loaded, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(text.PromptEncoder, "encode", slow)
     with running(small, configuration()) as served:
         long = {"prompt": "t1 " * 30_000, "max_tokens": 1}
-        thread = threading.Thread(target=served.post, kwargs={"json": WORDS | long})
-        thread.start()
-        assert began.wait(SECONDS)
-        assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-        end.set()
-        thread.join(SECONDS)
+        with beside(partial(served.post, json=WORDS | long)):
+            assert began.wait(SECONDS)
+            assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+            end.set()
 
 
 @pytest.mark.slow
@@ -148,14 +143,12 @@ def test_the_prompt_of_a_client_that_has_left_is_not_encoded(small: Loaded, monk
 
     monkeypatch.setattr(text.PromptEncoder, "encode", slow)
     with running(small, configuration()) as served:
-        first = threading.Thread(target=served.post, kwargs={"json": WORDS | {"max_tokens": 1}})
-        first.start()
-        assert began.wait(SECONDS)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "t4"}, timeout=0.3)
-        served.get("/health")  # by its answer the server has seen the closed connection
-        left.set()
-        first.join(SECONDS)
+        with beside(partial(served.post, json=WORDS | {"max_tokens": 1})):
+            assert began.wait(SECONDS)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "t4"}, timeout=0.3)
+            served.get("/health")  # by its answer the server has seen the closed connection
+            left.set()
         eventually(lambda: served.metric('requests_total{outcome="refused"}') == 1)
     assert encoded == ["t1 t2 t3"]
 
@@ -202,11 +195,8 @@ def test_requests_beyond_the_memory_take_turns(small: Loaded) -> None:
             answer = client.completions.create(model="tiny", prompt=prompts[i], max_tokens=50, temperature=0)
             answers[i] = answer.choices[0].text
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
+        with beside(*(partial(ask, i) for i in range(6))):
+            pass
         tokenizer: Any = small.tokenizer
         assert [answers[i] for i in range(6)] == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone]
         longest = client.completions.create(model="tiny", prompt=[5] * 30, max_tokens=34, temperature=0)
@@ -491,14 +481,10 @@ def test_a_short_request_beside_clients_with_long_texts(tmp_path: Path) -> None:
 
     assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
     before = resident()
-    threads = [threading.Thread(target=leave) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)
-    began = time.monotonic()
-    assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-    assert time.monotonic() - began < 5  # alone 0.3 s on an idle machine
-    for thread in threads:
-        thread.join(SECONDS)
+    with beside(*[leave] * 5):
+        time.sleep(0.5)
+        began = time.monotonic()
+        assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+        assert time.monotonic() - began < 5  # alone 0.3 s on an idle machine
     assert resident() < before + 300
     ended(process)
