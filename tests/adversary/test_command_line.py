@@ -23,8 +23,6 @@ from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.config import POLICIES, SelectConfig, typed
 from msattn.trainer.config.schema import choices_of
 from msattn.trainer.config.select import own_keys
-from msattn.trainer.errors import UserError
-from tests.adversary.damage import drawn
 from tests.adversary.tries import Tries, spread
 
 HUGE = int("9" * 30)
@@ -165,33 +163,6 @@ def test_values_of_keys(tries: Tries, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda command=command, key=key, text=text: compose_value(command, key, text),
             lambda config, key=key, text=text, kind=kind, choices=choices: holds(config, key, VALUES[text], kind, choices),
         )
-
-
-def hydra_text(value: Any) -> str:
-    """Returns a value in Hydra's grammar."""
-    if isinstance(value, list):
-        return f"[{','.join(map(hydra_text, value))}]"
-    if isinstance(value, str):
-        return "'" + value.replace("'", "\\'") + "'"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def test_own_value_of_every_key(tries: Tries) -> None:
-    """A key that is set to the value that it has anyway changes nothing."""
-    for key in drawn(KEYS, 60):
-        command, overrides = KEYS[key][0], base_overrides(KEYS[key][0], key)
-        try:
-            whole = typed(copy.deepcopy(composed_once(command, overrides)), COMMANDS[command].schema)
-        except UserError:
-            continue  # finetune does not train with every policy
-        value = value_of(whole, key)
-        if isinstance(value, dict) or is_dataclass(value):
-            continue
-
-        def again(command: str = command, key: str = key, value: Any = value) -> Any:
-            return compose_value(command, key, hydra_text(value))
-
-        tries.python(f"{command} {key}={hydra_text(value)}", again, lambda config, whole=whole: config == whole, accepted=True)
 
 
 BROKEN = """

@@ -21,7 +21,6 @@ from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
     SETTINGS,
-    TEXT,
     VOCABULARY,
     WEIGHTS,
     Damage,
@@ -186,15 +185,3 @@ PLACES = {
 def test_templates(tries: Tries, models: Models) -> None:
     for escape in ESCAPES:
         attempt_without_code(tries, models, f"template {escape}", edited(SETTINGS, "chat_template", value=escape))
-
-
-def test_commands(tries: Tries, models: Models) -> None:
-    arguments = ("--prompt", TEXT, "select=quest", "max_new_tokens=2", "device=cpu")
-    positions = edited(CONFIG, "max_position_embeddings", value=10**6)  # sizes that fit it are no reason for a line
-    cases = [edited(file, "auto_map", "AutoTokenizer", value=["own.Own", None]) for file in (CONFIG, SETTINGS)]
-    cases += [edited(CONFIG, "model_type", value="own"), lambda at: alone(at, PAYLOADS[1], 2)]
-    for i, damage in enumerate(cases):
-        folder = models.damaged(positions, modules, damage)
-        command = ("generate", "--model", str(folder), *arguments)
-        tries.command(f"command {i}", *command, right=lambda out: "are equal" in out, accepted=i == 0)
-        assert not Path(MARKER).exists()

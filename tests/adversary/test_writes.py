@@ -142,51 +142,6 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
         tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from msattn.trainer.storage import replace
-from tests.test_artifacts import save
-folder, number, exchanges = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "True"
-if not exchanges:  # as on a file system without renameat2
-    replace._rename_exchange = lambda a, b: False
-from msattn.trainer.errors import UserError
-while True:
-    try:
-        save(folder, value=number, overwrite=True)
-    except UserError as error:
-        assert "another run writes there (process" in str(error), error
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_readers_beside_two_writers(tries: Tries, tmp_path: Path, exchanges: bool) -> None:
-    folder = tmp_path / "outputs/tiny/base/gate"
-    save(folder)
-    writers = []
-    for number in (2, 3):
-        (tmp_path / str(number)).mkdir()
-        writers.append(Job(WRITER, tmp_path / str(number), folder, number, exchanges))
-    seen = set()
-    try:
-        writers[0].wait_for(lambda: read(folder).tensors["a"][0, 0] > 1)
-        for number in range(60):
-            fault = None
-            try:
-                values = read(folder if number % 2 else folder.parent, "gate").tensors["a"].unique()
-                seen.add(float(values[0]))
-                fault = None if len(values) == 1 else f"mixed values {values}"
-            except UserError as error:
-                fault = str(error)
-            tries.record(f"read {number}", fault)
-    finally:
-        for writer in writers:
-            writer.kill()
-    assert seen - {1.0}, "no writer wrote"
-    assert not any(writer.err.read_text() for writer in writers), [writer.err.read_text() for writer in writers]
-
-
 @pytest.mark.slow
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     folder = tmp_path / "gate"
