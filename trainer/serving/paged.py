@@ -171,11 +171,10 @@ class PagedAttention:
         cache = PagedKeys(*now.state.pages(x.layer), rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
         way = self.ways.of_tokens(x.layer, rows.longest, len(rows.kv_len))
-        if way is not Way.BUCKETS:
+        if way is not Way.BUCKETS or self.routed is None:
             if way is not Way.DENSE:
                 self.statistics.count(way)
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
-        assert self.routed is not None
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(now.state)[: len(q)]
         if rows.window is None:

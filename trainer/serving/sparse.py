@@ -104,9 +104,7 @@ class Sparse(NotCopied):
             return self._prompt(x)
         known = layer is not None and not x.q.requires_grad  # attention over buckets has no gradient
         way = self.ways.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
-        if way is Way.BUCKETS:
-            assert self.routed is not None
-            assert layer is not None
+        if way is Way.BUCKETS and self.routed is not None and layer is not None:
             return self.routed.attend(x, layer)
         if way is not Way.DENSE:
             self.statistics.count(way)
@@ -125,8 +123,7 @@ class Sparse(NotCopied):
         if way is Way.BLOCKS:
             prompt = self._with_pooled_keys(x)
             way = self.ways.of_prompt(x.num_queries, x.num_keys, known=prompt is not None)
-        if prompt is not None:
-            assert self.selection is not None
+        if prompt is not None and self.selection is not None:
             return self._selected_attention(prompt, self.selection)
         if way is not Way.DENSE:
             self.statistics.count(way)
@@ -181,7 +178,6 @@ class Sparse(NotCopied):
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, routed: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
-        if routed and self.ways.of_tokens(x.layer, None, len(x.q)) is Way.BUCKETS:
-            assert self.routed is not None
+        if routed and self.routed is not None and self.ways.of_tokens(x.layer, None, len(x.q)) is Way.BUCKETS:
             return self.routed.attend_step(x, window)
         return decoded_attention(x).out

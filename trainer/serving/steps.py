@@ -269,9 +269,8 @@ class StepAttention(NotCopied):
             return self.original(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
-        keys, values = cache_layer.key_buffer.memory, cache_layer.value_buffer.memory
-        assert keys is not None
-        assert values is not None
+        keys: Any = cache_layer.key_buffer.memory
+        values: Any = cache_layer.value_buffer.memory
         cos, sin = kwargs["position_embeddings"]
         q_nope, k_nope, v = _project_heads(self.module, hidden)
         if not q_nope.dtype == cos.dtype == keys.dtype:
