@@ -47,8 +47,8 @@ def test_prompts_that_wait_for_room_are_not_overtaken() -> None:
     """Six requests decode; of a prompt of 31 tokens neither all nor a block before its last 16 tokens fits beside them."""
 
     def request(tokens: int, status: str = "PENDING") -> Any:
-        status = SimpleNamespace(name=status)
-        return SimpleNamespace(status=status, position_offset=0, remaining_prefill_tokens=[0] * tokens, tokens_to_process=[])
+        name = SimpleNamespace(name=status)
+        return SimpleNamespace(status=name, position_offset=0, remaining_prefill_tokens=[0] * tokens, tokens_to_process=[])
 
     def schedule(state: Any, tokens: list[int], budget: int) -> None:
         state.tokens_to_process = tokens[:budget]
