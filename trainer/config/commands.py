@@ -11,7 +11,7 @@ from annotated_types import Interval
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS, SOFT_CAPPED
 from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
-from msattn.trainer.config.evaluate import EvalConfig
+from msattn.trainer.config.evaluate import TASKS, EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.schema import (
     Count,
@@ -316,8 +316,8 @@ class EvalRunConfig(AttachConfig):
     @property
     def all_keys(self) -> list[float]:
         """The shares of the keys with which a task measures query classifiers."""
-        sections = {"recall": self.eval.recall, "needle": self.eval.needle, "ruler": self.eval.ruler}
-        asked = [share for task, section in sections.items() if task in self.eval.tasks for share in section.keys]
+        sections = [getattr(self.eval, task) for task in TASKS if task in self.eval.tasks]
+        asked = [share for section in sections for share in getattr(section, "keys", [])]
         return asked if self.keys is None else [*asked, self.keys]
 
 

@@ -19,6 +19,7 @@ from msattn.trainer.config.select import Calibrated
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import BlockRouter, num_far
@@ -42,7 +43,6 @@ from msattn.trainer.storage.hashes import file_hash
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
 
-LIMITED_TASKS = ("perplexity", "recall", "needle", "documents", "ruler")  # with lengths and sparsities
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
 # Relative difference from a share up to which a number of probes stands for it. At a quarter, "about 5 %" is 3.75 to 6.25 %.
 # Shares that are a factor of 2 apart have ranges that do not meet: no number of probes stands for both, rows keep their order.
@@ -57,7 +57,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
     in one pass for all, and kept in ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
-    if not needy or set(cfg.eval.tasks) <= {"analysis", "decoding"}:  # tasks without block selection
+    if not needy or not any(record(task).blocks for task in cfg.eval.tasks):
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
@@ -114,10 +114,10 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
     if isinstance(first.select, Calibrated):
         always = always._replace(short_rows=SHORT_ROWS)
-    sections = {task: getattr(cfg.eval, task) for task in cfg.eval.tasks if task in LIMITED_TASKS}
+    sections = [getattr(cfg.eval, task) for task in cfg.eval.tasks if record(task).blocks and record(task).text]
     asked: dict[int, set[float]] = {}
-    for section in sections.values():
-        for length in getattr(section, "lengths", None) or [section.length]:
+    for section in sections:
+        for length in lengths_of(section):
             asked.setdefault(length, set()).update(section.sparsities)
     notes = []
     for length, sparsities in sorted(asked.items()):

@@ -15,6 +15,7 @@ from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
 from msattn.trainer.errors import UserError, write_error
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.replace import replace_file
 from msattn.trainer.training.checkpoints import check_settings, flatten_settings
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.progress import Progress
 
-HELD_OUT_TASKS = ("perplexity", "recall", "documents", "analysis")  # always read the held-out documents
-HAYSTACK_TASKS = ("needle", "ruler")  # read a haystack, or else the held-out documents
 # Keys of the command that do not affect a row.
 CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
 
@@ -180,7 +179,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
 
 def reads_data(cfg: EvalRunConfig) -> bool:
     """Returns True if a task reads the held-out documents of ``cfg.data``."""
-    return None in _haystacks(cfg).values() or bool({*HELD_OUT_TASKS} & {*cfg.eval.tasks})
+    return None in _haystacks(cfg).values() or any(record(task).text == "heldout" for task in cfg.eval.tasks)
 
 
 def texts_hash(cfg: EvalRunConfig) -> str:
@@ -194,7 +193,7 @@ def texts_hash(cfg: EvalRunConfig) -> str:
 
 def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:
     """Returns the haystack of each task that reads one; None for the held-out documents."""
-    return {task: getattr(cfg.eval, task).haystack for task in HAYSTACK_TASKS if task in cfg.eval.tasks}
+    return {task: getattr(cfg.eval, task).haystack for task in cfg.eval.tasks if record(task).text == "haystack"}
 
 
 def _source(path: str) -> DataConfig:

@@ -15,6 +15,7 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import Calibrated, Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import serving, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
     from msattn.trainer.serving.attach import Sparse
 
-# Tasks that read block selections, and those that read bucket routings.
-BLOCK_TASKS = {"perplexity", "recall", "needle", "documents", "ruler", "harness", "prompts", "latency", "throughput"}
-ROUTED_TASKS = {"recall", "needle", "ruler", "harness", "prompts", "analysis", "decoding", "throughput"}
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
     "kmeans": "fit-kmeans",
@@ -226,7 +224,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     paths: list[_Path] = []
     notes = []
     for kind, command in COMMANDS.items():
-        if not {*cfg.eval.tasks} & (BLOCK_TASKS if kind == "gate" else ROUTED_TASKS):
+        if not any(task.blocks if kind == "gate" else task.routings for task in map(record, cfg.eval.tasks)):
             continue
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
@@ -276,7 +274,7 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
     number of buckets of ``model.presets`` and route all served layers.
     """
-    if not ROUTED_TASKS & {*cfg.eval.tasks}:
+    if not any(record(task).routings for task in cfg.eval.tasks):
         return methods
     like = methods.bucket_routings[0] if methods.bucket_routings else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets

@@ -16,8 +16,7 @@ class EvalRow:
 
     Attributes
     ----------
-    task : ``perplexity``, ``recall``, ``needle``, ``documents``, ``ruler``, ``harness``, ``prompts``,
-        ``analysis``, ``latency``, ``decoding`` or ``throughput``.
+    task : name of the task, one of ``eval.tasks``.
     method : dense attention (in variants by the kernel that ran, where several do), a gate, a baseline, or a router.
     setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
     score, score_name : main metric of the task, and its name.

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from sys import version_info
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config import EvalConfig, EvalRunConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import lengths_of, record, task_module
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
 
@@ -101,7 +101,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
             tracker.image(name, folder / path.name)
         tracker.html("report", folder / "report.html")
         tracker.table("results", report.flat(rows))
-        tracker.summary(summary(rows))
+        tracker.summary(summary(rows, cfg.eval))
     return folder
 
 
@@ -112,15 +112,10 @@ def _run_tasks(job: "Job", samples: "list[TaskSamples]") -> Iterator[list[EvalRo
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
-            rows = _module(task).run(job, *[samples] * (task == "harness"))
+            rows = task_module(task).run(job, *[samples] * (task == "harness"))
             yield [replace(row, extra=row.extra | {"device": device}) for row in rows]
-    if device == "cpu" and {"latency", "decoding", "throughput"} & set(tasks):
+    if device == "cpu" and any(record(task).timed for task in tasks):
         job.methods.notes.append(CPU_NOTE)
-
-
-def _module(task: str) -> Any:
-    """Returns the module of a task, with its ``run`` and, if a wrong size would end it, ``check_sizes``."""
-    return import_module(f"msattn.trainer.evaluate.tasks.{task}" + ".task" * (task == "analysis"))
 
 
 def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
@@ -145,50 +140,33 @@ def _print_tables(rows: list[EvalRow], notes: list[str]) -> "Console":
     return console
 
 
-def summary(rows: Sequence[EvalRow]) -> dict[str, float]:
-    """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: length, batch or benchmark."""
-    return {"/".join(filter(None, (row.task, _length(row), str(row.method), row.setting))): row.score for row in rows}
+def summary(rows: Sequence[EvalRow], cfg: EvalConfig) -> dict[str, float]:
+    """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: benchmark, length and batch."""
+    return {"/".join(filter(None, (row.task, *_sizes(row, cfg), str(row.method), row.setting))): row.score for row in rows}
 
 
-def _length(row: EvalRow) -> str:
-    if row.task == "harness":
-        return "/".join(str(row.extra[key]) for key in ("benchmark", "length") if key in row.extra)
-    if row.task not in ("needle", "documents", "ruler", "latency", "decoding", "throughput"):
-        return ""
-    batch = row.extra.get("batch", 1)
-    return f"{row.extra['length']}" + f"x{batch}" * (batch > 1)
+def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
+    if not hasattr(getattr(cfg, row.task), "lengths"):
+        return []
+    length, batch = row.extra.get("length", ""), row.extra.get("batch", 1)
+    return [row.extra.get("benchmark", ""), f"{length}" + f"x{batch}" * (batch > 1)]
 
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.methods.key_blocks import BlockRouter
     from msattn.trainer.models.families import check_length
 
-    buckets, tasks = cfg.model.presets.num_buckets, cfg.eval.tasks
-    if "decoding" in tasks and not found.bucket_routings and (cfg.probes or 0) > buckets:
-        raise UserError(f"probes={cfg.probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
-    for task in tasks:
-        if check := getattr(_module(task), "check_sizes", None):
+    for task in cfg.eval.tasks:
+        if check := getattr(task_module(task), "check_sizes", None):
             check(cfg, loaded, found)
-    for task in tasks:
+    for task in cfg.eval.tasks:
         section = getattr(cfg.eval, task)
-        lengths = getattr(section, "lengths", None) or [getattr(section, "length", 0)]
-        if task not in ("decoding", "harness"):  # without a prompt; checked with the samples
-            for length in lengths:
-                answered = length + section.tokens if task == "throughput" else length
+        if record(task).fits_positions:
+            for length in lengths_of(section):
+                answered = length + getattr(section, "tokens", 0)
                 check_length(loaded.model.config, answered, f"length={answered} of eval.{task}")
         for routing in found.bucket_routings:
-            routing.settings([cfg.probes or 0] if task == "decoding" else getattr(section, "probes", []))
-            if task == "recall":
-                exact = routing.recent + routing.sink
-                if section.length <= exact:
-                    raise UserError(
-                        f"eval.recall.length={section.length}: accepted is more than recent + sink = {exact} tokens"
-                    )
-                least = routing.router.block_size - 1 if isinstance(routing.router, BlockRouter) else 0
-                if routing.recent < least:
-                    # The block of the first key before the window would have keys after the query in its summary.
-                    raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
+            routing.settings(getattr(section, "probes", []))
 
 
 def _prepare(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.tables import filled, with_columns
 from msattn.trainer.evaluate.row import EvalRow, flat
+from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
-FORMS = {"latency": "{:.3g} s"} | dict.fromkeys(("perplexity", "analysis"), "{:.3f}")
-FORMS |= dict.fromkeys(("decoding", "throughput"), "{:.4g} tokens/s")
-RELATIVE = ("latency", "decoding", "throughput")  # tasks whose difference is shown in percent
 
 
 class ComparedRow(NamedTuple):
@@ -113,7 +111,7 @@ def show(comparison: Comparison, console: "Console") -> None:
 
 def score_text(task: str, score: float) -> str:
     """Returns a score as text, in the unit of its task."""
-    return FORMS.get(task, "{:.1%}").format(score)
+    return record(task).form.format(score)
 
 
 def _of(row: EvalRow) -> tuple[str, str, str]:
@@ -123,9 +121,9 @@ def _of(row: EvalRow) -> tuple[str, str, str]:
 
 
 def _difference(task: str, here: float, there: float) -> str:
-    if task in RELATIVE:
+    if record(task).timed:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
-    return f"{here - there:+.3f}" if task in ("perplexity", "analysis") else f"{100 * (here - there):+.1f} points"
+    return f"{100 * (here - there):+.1f} points" if "%" in record(task).form else f"{here - there:+.3f}"
 
 
 def _key(row: EvalRow) -> tuple[Any, ...]:

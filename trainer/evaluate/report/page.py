@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.captions import CAPTIONS, EXAMPLES, INTRODUCTION, NEEDLE_EXAMPLES
 from msattn.trainer.evaluate.report.compare import Comparison, scores
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, phone_path
-from msattn.trainer.evaluate.report.tables import HEADINGS, caption, table
+from msattn.trainer.evaluate.report.tables import caption, table
 from msattn.trainer.evaluate.report.verdict import columns, sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -93,7 +94,7 @@ def _timed(name: str, drawn: dict[str, str], about: dict[str, Any]) -> str:
 def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
     """Returns the heading and the figures and table of each task."""
     sections: dict[str, str] = {}
-    for task in HEADINGS:
+    for task in TASKS:
         own = [row for row in rows if row.task == task]
         if own:
             pictures = [html for name, html in drawn.items() if name not in OWN_SECTIONS and name.split("_")[0] == task]

@@ -3,31 +3,15 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from msattn.trainer.config import RULER_TASKS
+from msattn.trainer.config import RULER_TASKS, TASKS
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HEADINGS = {
-    "perplexity": "Perplexity of held-out text",
-    "recall": "Attention mass read",
-    "needle": "Needles in a haystack",
-    "documents": "Perplexity of documents from their beginning",
-    "ruler": "RULER's average",
-    "harness": "lm_eval",
-    "prompts": "Own prompts",
-    "analysis": "Queries, keys and attention mass",
-    "latency": "Time to the first token",
-    "decoding": "Tokens per second in decoding",
-    "throughput": "Requests served together",
-}
 TEXT_COLUMNS = ("method", "setting")
-SPEEDUP = "x "  # start of the columns of speed-ups
-SAMPLE_UNITS = dict.fromkeys(("needle", "ruler", "prompts", "latency"), "prompts per row")
-SAMPLE_UNITS |= {"documents": "documents per row", "harness": "samples per row", "decoding": "tokens per row"}
-SAMPLE_UNITS["throughput"] = "requests per row"
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
     *("peak memory", "sparsity", "bits per byte", "latency", "same top, 95 %", "KL, 95 %", "95 % interval", "recall"),
@@ -35,47 +19,8 @@ OPTIONAL_COLUMNS = (
     *("same top", "KL", "vs dense, 95 %", "vs dense"),
 )
 
-SECONDS = "seconds"  # as milliseconds below one second
 COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")  # intervals of comparisons with dense attention
 
-# The columns of each task: the field of a row or of its ``extra``, and its format.
-SHARE, BOUNDS, RATIO = ("score", "{:.1%}"), ("interval", "{:.0%}"), ("ratio_to_dense", "{:.3f}")
-LENGTH, BATCH, RATE, NAME = ("length", "{:,}"), ("batch", "{}"), ("score", "{:.4g}"), ("score_name", "{}")
-TOKENS, ERROR = {"tokens": LENGTH}, {"output error": ("output_error", "{:.4f}")}
-SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
-PERPLEXITY = {
-    "perplexity": ("score", "{:.3f}"),
-    "vs dense": ("ratio_to_dense", "{:.4f}"),
-    "95 % interval": ("ratio_interval", "{:.4f}"),
-    "KL": ("kl_divergence", "{:.4f}"),
-    "KL, 95 %": ("kl_interval", "{:.4f}"),
-    "same top": ("same_top", "{:.1%}"),
-    "same top, 95 %": ("same_top_interval", "{:.1%}"),
-    "bits per byte": ("bits_per_byte", "{:.3f}"),
-}
-TASK_COLUMNS = {
-    "perplexity": PERPLEXITY,
-    "recall": {"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
-    "needle": TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
-    "documents": TOKENS | PERPLEXITY,
-    "ruler": TOKENS
-    | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
-    | {task: (task, "{:.1%}") for task in RULER_TASKS},
-    "harness": {"benchmark": ("benchmark", "{}")}
-    | TOKENS
-    | {"metric": NAME, "score": ("score", "{:.3f}"), "95 % interval": ("interval", "{:.3f}"), "vs dense": RATIO},
-    "prompts": {"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
-    "analysis": {"measure": NAME, "value": ("score", "{:.3f}"), **ERROR, "imbalance": ("imbalance", "{:.2f}")},
-    "latency": TOKENS
-    | {"first token": ("score", SECONDS)}
-    | SPEEDUPS
-    | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
-    | {"break-even": ("break_even", "{:,}")},
-    "decoding": {"launched by": ("launched_by", "{}"), "batch": BATCH, "keys": LENGTH, "tokens/s": RATE} | SPEEDUPS,
-    "throughput": {"requests": BATCH, "prompt": LENGTH, "tokens/s": RATE}
-    | SPEEDUPS
-    | {"first token": ("first_token_p50_s", SECONDS), "99 %": ("first_token_p99_s", SECONDS)},
-}
 COMMON_COLUMNS = {
     "sparsity": ("sparsity", "{:.1%}"),
     "keys read": ("selectivity", "{:.1%}"),
@@ -83,8 +28,6 @@ COMMON_COLUMNS = {
     "latency": ("latency_s", SECONDS),
     "peak memory": ("peak_memory_mb", "{:,.0f} MiB"),
 }
-SHOWN_OTHERWISE = {"recall": ("recall", "analysis"), "latency": ("latency", "decoding", "throughput")}  # in these tasks
-
 PADDING = 3  # characters between two columns; the two edges have a space each, together one less
 TEXT_WIDTH = 14  # characters of a column of text, whose longer cells wrap before columns go
 
@@ -93,16 +36,16 @@ def caption(rows: list[EvalRow]) -> str:
     """Returns the heading of a task's table, with the number and length of its samples."""
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    length = f" of {first.extra['length']:,} tokens" if first.task == "perplexity" else ""
-    return f"{HEADINGS[first.task]}: {span} {SAMPLE_UNITS.get(first.task, 'chunks')}{length}"
+    shown = record(first.task)
+    return f"{shown.heading}: {span} {shown.unit.format_map(first.extra)}"
 
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
-    task = rows[0].task
+    task = record(rows[0].task)
     columns = {"method": [row.method.label for row in rows], "setting": [row.setting for row in rows]}
-    common = {name: cell for name, cell in COMMON_COLUMNS.items() if task not in SHOWN_OTHERWISE.get(name, ())}
-    for name, (key, form) in (TASK_COLUMNS[task] | common).items():
+    common = {name: cell for name, cell in COMMON_COLUMNS.items() if name not in task.hidden}
+    for name, (key, form) in {**task.columns, **common}.items():
         if name == SPEEDUP:
             speedups = dict.fromkeys(each for row in rows for each in row.extra if each.startswith(key))
             columns |= {name + each.removeprefix(key): [_cell(row, each, form) for row in rows] for each in speedups}
@@ -123,7 +66,7 @@ def _cell(row: EvalRow, key: str, form: str) -> str:
 
 def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
     """Prints one table for each task, then the notes."""
-    for task in HEADINGS:
+    for task in TASKS:
         own = [row for row in rows if row.task == task]
         if own:
             console.print(_terminal(own, console.width))

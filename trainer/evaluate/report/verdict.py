@@ -5,15 +5,14 @@ which the first trained method reads the fewest keys. Both methods read the same
 differences; one that includes 0 is a tie.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from statistics import fmean
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from msattn.trainer.evaluate.intervals import Interval, mean_interval, paired_proportions, stratified_interval
+from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.style import longest
 from msattn.trainer.evaluate.report.tables import filled
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import Quality, record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
 TEXT_COLUMNS, NUMBERS = ("quality", "best trained", "best untrained"), ("difference", "95 % interval")
-
-Difference = tuple[float, Interval | None]  # of two rows, with its interval; None for a single sample
-
-
-class Quality(NamedTuple):
-    """A task that judges methods, by a share."""
-
-    task: str
-    name: str
-    better: int  # 1 if larger values are better, else -1
-    value: Callable[[EvalRow], float]  # of a row
-    form: str  # of the value
-    difference: Callable[[EvalRow, EvalRow], Difference]  # of two rows of the same samples, absolute or relative
 
 
 class Line(NamedTuple):
@@ -46,9 +32,10 @@ class Line(NamedTuple):
 
 def verdict(rows: Sequence[EvalRow]) -> list[Line]:
     """Returns the lines that ``rows`` have numbers for, e.g. none for dense attention alone."""
-    lines = []
-    for quality in QUALITIES:
-        own = longest([row for row in rows if row.task == quality.task and row.ratio_to_dense is not None])
+    lines, measured = [], {row.task for row in rows}
+    judged = [(task, quality) for task in TASKS if task in measured and (quality := record(task).quality)]
+    for task, quality in sorted(judged, key=lambda each: each[1].better):  # perplexities, then shares
+        own = longest([row for row in rows if row.task == task and row.ratio_to_dense is not None])
         own = [row for row in own if row.method.is_served and not row.method.is_dense]
         for kind, routed in (("prefill", False), ("decoding", True)):
             if of_kind := [row for row in own if (row.sparsity is None) == routed]:
@@ -66,7 +53,7 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     verbs = {1: "wins in", -1: "loses in", 0: "ties (the interval includes 0) in"}
     by_outcome = {verb: [line.quality for line in lines if line.outcome == outcome] for outcome, verb in verbs.items()}
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
-    lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in ("needle", "ruler", "prompts")]
+    lost = [row for row in rows if row.method.is_dense and row.score == 0 and _is_share(row.task)]
     return [f"Against the best method without training, the best trained one {said}."] * bool(said) + [
         f"{row.task}, {row.extra['length']:,} tokens: dense finds nothing; this task says nothing here." for row in lost
     ]
@@ -81,6 +68,11 @@ def show(rows: Sequence[EvalRow], console: "Console") -> None:
         console.print(table)
     for sentence in sentences(rows, lines):
         console.print(sentence, style="bold", highlight=False, markup=False)
+
+
+def _is_share(task: str) -> bool:
+    quality = record(task).quality
+    return quality is not None and quality.better == 1
 
 
 def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
@@ -120,29 +112,3 @@ def _in_setting(rows: list[EvalRow], reference: EvalRow) -> EvalRow:
 
 def _reads(row: EvalRow) -> float:
     return 1.0 if row.selectivity is None else row.selectivity
-
-
-def _perplexity(one: EvalRow, other: EvalRow) -> Difference:
-    differences = [a - b for a, b in zip(one.extra["losses"], other.extra["losses"], strict=True)]
-    bounds = mean_interval(differences)
-    return math.expm1(fmean(differences)), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
-
-
-def _correct(one: EvalRow, other: EvalRow) -> Difference:
-    return one.score - other.score, paired_proportions(one.extra["correct"], other.extra["correct"])
-
-
-def _task_scores(one: EvalRow, other: EvalRow) -> Difference:
-    tasks = [zip(scores, other.extra["scores"][task], strict=True) for task, scores in one.extra["scores"].items()]
-    return one.score - other.score, stratified_interval([[a - b for a, b in pairs] for pairs in tasks])
-
-
-ABOVE_DENSE = (-1, lambda row: (row.ratio_to_dense or math.inf) - 1, "+.1%", _perplexity)
-SCORE = (1, lambda row: row.score, ".1%")
-QUALITIES = (
-    Quality("perplexity", "perplexity above dense", *ABOVE_DENSE),
-    Quality("documents", "perplexity of documents above dense", *ABOVE_DENSE),
-    Quality("needle", "needles found", *SCORE, _correct),
-    Quality("ruler", "RULER's average", *SCORE, _task_scores),
-    Quality("prompts", "own prompts as expected", *SCORE, _correct),
-)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from msattn.trainer.evaluate.intervals import paired_proportions
 from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 
@@ -140,3 +143,8 @@ def _generate(loaded: "Loaded", batch: Sequence[Question]) -> list[list[int]]:
 
 def _text(loaded: "Loaded", tokens: Any) -> str:
     return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def paired_answers(one: EvalRow, other: EvalRow) -> Difference:
+    """Returns the difference of two shares of correct answers to the same prompts."""
+    return one.score - other.score, paired_proportions(one.extra["correct"], other.extra["correct"])

@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.bench.timing import graphed, time_ms
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.job import Job
+from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.timing import (
     ALWAYS_DENSE,
     TRANSFORMERS,
@@ -36,6 +40,7 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, Toke
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+    from msattn.trainer.models.loading import Loaded
     from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
@@ -90,6 +95,15 @@ def run(job: Job) -> list[EvalRow]:
         dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
         rows += [as_row(case, batch, length, each, dense) for case, each in done]
     return rows
+
+
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+    """Raises UserError for more probes than there are buckets."""
+    probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
+    if not methods.bucket_routings and probes > buckets:
+        raise UserError(f"probes={probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
+    for routing in methods.bucket_routings:
+        routing.settings([probes])
 
 
 def _cases(job: Job) -> list[DecodingCase]:
@@ -225,3 +239,17 @@ def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense
     fields: dict[str, Any] = {**spent, "samples": done.tokens, "extra": extra | speedups(dense, done.rate)}
     ratio = done.rate / max(dense.values()) if dense else None
     return EvalRow("decoding", case.method, case.setting, done.rate, "tokens a second", None, ratio, **fields)
+
+
+TASK = Task(
+    heading="Tokens per second in decoding",
+    unit="tokens per row",
+    columns={"launched by": ("launched_by", "{}"), "batch": BATCH, "keys": LENGTH, "tokens/s": RATE} | SPEEDUPS,
+    blocks=False,
+    routings=True,
+    text=None,
+    form="{:.4g} tokens/s",
+    hidden=("latency",),
+    timed=True,
+    fits_positions=False,  # there is no prompt
+)

@@ -14,7 +14,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.perplexity import compare
+from msattn.trainer.evaluate.task import TOKENS, Task
+from msattn.trainer.evaluate.tasks.perplexity import COLUMNS, above_dense, compare
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded
@@ -48,3 +49,14 @@ def beginnings(cfg: EvalRunConfig, tokenizer: Any, length: int) -> Iterator[Tens
         ids = [*first, *encode_texts(tokenizer, [document.text])[0]]
         if len(ids) >= length:
             yield torch.tensor(ids[:length])
+
+
+TASK = Task(
+    heading="Perplexity of documents from their beginning",
+    unit="documents per row",
+    columns=TOKENS | COLUMNS,
+    blocks=True,
+    routings=False,
+    text="heldout",
+    quality=above_dense("perplexity of documents above dense"),
+)

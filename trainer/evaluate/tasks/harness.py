@@ -16,6 +16,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
+from msattn.trainer.evaluate.task import NAME, RATIO, TOKENS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
 from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -165,3 +166,16 @@ def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str,
     if not found:
         raise UserError(f"eval.harness: the task {result.get('alias')} has no metric with a number")
     return next((each for each in found if each[0] == str(length)), found[0])
+
+
+TASK = Task(
+    heading="lm_eval",
+    unit="samples per row",
+    columns={"benchmark": ("benchmark", "{}")}
+    | TOKENS
+    | {"metric": NAME, "score": ("score", "{:.3f}"), "95 % interval": ("interval", "{:.3f}"), "vs dense": RATIO},
+    blocks=True,
+    routings=True,
+    text=None,
+    fits_positions=False,  # checked with the samples
+)

@@ -22,6 +22,7 @@ from msattn.trainer.config import LatencyConfig
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
 from msattn.trainer.evaluate.tasks.timing import cost, random_cache, untrained_gate, with_growing_layers
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
@@ -249,3 +250,20 @@ def break_even(ratios: dict[int, float]) -> int | None:
     low, high = lengths[slower[-1]], lengths[slower[-1] + 1]
     share = math.log(ratios[low]) / (math.log(ratios[low]) - math.log(ratios[high]))
     return math.ceil(low * (high / low) ** share)
+
+
+TASK = Task(
+    heading="Time to the first token",
+    unit="prompts per row",
+    columns=TOKENS
+    | {"first token": ("score", SECONDS)}
+    | SPEEDUPS
+    | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
+    | {"break-even": ("break_even", "{:,}")},
+    blocks=True,
+    routings=False,
+    text=None,
+    form="{:.3g} s",
+    hidden=("latency",),
+    timed=True,
+)

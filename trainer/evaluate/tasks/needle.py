@@ -28,7 +28,8 @@ from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
+from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Quality, Task
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, paired_answers, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models import output_logits
@@ -270,3 +271,14 @@ def as_row(
     interval, ratio = wilson(sum(found), len(found)), ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(found), "extra": extra, **result.spent}
     return EvalRow("needle", method, setting, accuracy, "needles found", interval, **fields)
+
+
+TASK = Task(
+    heading="Needles in a haystack",
+    unit="prompts per row",
+    columns=TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
+    blocks=True,
+    routings=True,
+    text="haystack",
+    quality=Quality("needles found", paired_answers),
+)

@@ -23,6 +23,7 @@ from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
@@ -195,3 +196,37 @@ def as_row(
 def _within(bounds: tuple[float, float] | None, low: float, high: float) -> list[float] | None:
     """Returns an interval without what exceeds the possible values."""
     return bounds and [min(max(bound, low), high) for bound in bounds]
+
+
+def paired_losses(one: EvalRow, other: EvalRow) -> Difference:
+    """Returns the relative difference of two perplexities of the same texts."""
+    differences = [a - b for a, b in zip(one.extra["losses"], other.extra["losses"], strict=True)]
+    bounds = mean_interval(differences)
+    return math.expm1(fmean(differences)), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
+
+
+def above_dense(name: str) -> Quality:
+    """Returns the quality of a task that measures perplexity."""
+    return Quality(name, paired_losses, better=-1, value=lambda row: (row.ratio_to_dense or math.inf) - 1, form="+.1%")
+
+
+COLUMNS = {
+    "perplexity": ("score", "{:.3f}"),
+    "vs dense": ("ratio_to_dense", "{:.4f}"),
+    "95 % interval": ("ratio_interval", "{:.4f}"),
+    "KL": ("kl_divergence", "{:.4f}"),
+    "KL, 95 %": ("kl_interval", "{:.4f}"),
+    "same top": ("same_top", "{:.1%}"),
+    "same top, 95 %": ("same_top_interval", "{:.1%}"),
+    "bits per byte": ("bits_per_byte", "{:.3f}"),
+}
+TASK = Task(
+    heading="Perplexity of held-out text",
+    unit="chunks of {length:,} tokens",
+    columns=COLUMNS,
+    blocks=True,
+    routings=False,
+    text="heldout",
+    form="{:.3f}",
+    quality=above_dense("perplexity above dense"),
+)

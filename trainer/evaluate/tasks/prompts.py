@@ -12,7 +12,8 @@ from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
-from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
+from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
+from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases, paired_answers
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
 
@@ -84,3 +85,14 @@ def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:
     """Returns the share of the dense answer's tokens before the first one that differs."""
     equal = next((i for i, (one, other) in enumerate(zip(tokens, dense, strict=False)) if one != other), len(dense))
     return min(equal, len(tokens)) / len(dense) if dense else 1.0
+
+
+TASK = Task(
+    heading="Own prompts",
+    unit="prompts per row",
+    columns={"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
+    blocks=True,
+    routings=True,
+    text=None,
+    quality=Quality("own prompts as expected", paired_answers),
+)

@@ -16,10 +16,12 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.task import ERROR, SHARE, Task
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
@@ -34,6 +36,7 @@ from msattn.trainer.models.tap import LayerInputs, tap
 
 if TYPE_CHECKING:
     from msattn.kernels.types import MaxPoolAttention, SparseAttention
+    from msattn.trainer.models.loading import Loaded
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
 
@@ -108,6 +111,19 @@ def run(job: Job) -> list[EvalRow]:
         if own:  # with 0 probes alone there is only the row of the window
             rows[own[-1]] = replace(rows[own[-1]], extra=rows[own[-1]].extra | pictures)
     return rows
+
+
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+    """Raises UserError for chunks that the window covers, or a window that is shorter than a block of a routing."""
+    length = cfg.eval.recall.length
+    for routing in methods.bucket_routings:
+        exact = routing.recent + routing.sink
+        if length <= exact:
+            raise UserError(f"eval.recall.length={length}: accepted is more than recent + sink = {exact} tokens")
+        least = routing.router.block_size - 1 if isinstance(routing.router, BlockRouter) else 0
+        if routing.recent < least:
+            # The block of the first key before the window would have keys after the query in its summary.
+            raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
 
 
 def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
@@ -227,3 +243,14 @@ def decode_queries(
         shares.append(keys_read(buckets, position, probe, method).sum(-1) / (position[:, None] + 1))
     stacked = type(sparse)(torch.cat(outs).transpose(0, 1)[None], torch.cat(lses).T[None])  # [1, Hq, n, ...]
     return compare(stacked, dense.out[:, :, positions], dense.lse[:, :, positions], torch.cat(shares).mean())
+
+
+TASK = Task(
+    heading="Attention mass read",
+    unit="chunks",
+    columns={"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
+    blocks=True,
+    routings=True,
+    text="heldout",
+    hidden=("recall",),
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config import RULER_TASKS, EvalRunConfig
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
@@ -23,6 +23,7 @@ from msattn.trainer.evaluate.intervals import stratified_interval
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
+from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import around_prompt
 
@@ -168,3 +169,22 @@ def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> li
         }
         for (sample, text), *_ in answered
     ]
+
+
+def paired_scores(one: EvalRow, other: EvalRow) -> Difference:
+    """Returns the difference of two averages over the tasks of RULER, of the same prompts."""
+    tasks = [zip(scores, other.extra["scores"][task], strict=True) for task, scores in one.extra["scores"].items()]
+    return one.score - other.score, stratified_interval([[a - b for a, b in pairs] for pairs in tasks])
+
+
+TASK = Task(
+    heading="RULER's average",
+    unit="prompts per row",
+    columns=TOKENS
+    | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
+    | {task: (task, "{:.1%}") for task in RULER_TASKS},
+    blocks=True,
+    routings=True,
+    text="haystack",
+    quality=Quality("RULER's average", paired_scores),
+)

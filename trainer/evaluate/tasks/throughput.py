@@ -20,6 +20,7 @@ from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting
 from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, speedups, untrained_gate, untrained_router
 from msattn.trainer.memory import release_memory
@@ -179,3 +180,18 @@ def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun,
     fields: dict[str, Any] = {**read, "latency_s": half, "peak_memory_mb": done.peak_mb, "samples": requests, "extra": extra}
     ratio = done.rate / max(dense.values())
     return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", None, ratio, **fields)
+
+
+TASK = Task(
+    heading="Requests served together",
+    unit="requests per row",
+    columns={"requests": BATCH, "prompt": LENGTH, "tokens/s": RATE}
+    | SPEEDUPS
+    | {"first token": ("first_token_p50_s", SECONDS), "99 %": ("first_token_p99_s", SECONDS)},
+    blocks=True,
+    routings=True,
+    text=None,
+    form="{:.4g} tokens/s",
+    hidden=("latency",),
+    timed=True,
+)

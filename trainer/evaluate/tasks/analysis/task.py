@@ -16,6 +16,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, without_routers
 from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import ERROR, NAME, Task
 from msattn.trainer.evaluate.tasks.analysis import partitions
 from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import BucketSizes
 from msattn.trainer.evaluate.tasks.analysis.planes import Planes
@@ -108,3 +109,15 @@ def training_sizes(
             sizes.training[routing.method, layer] = router.assign(layer, before, after)[0, heads].cpu()
             sizes.num_buckets[routing.method] = routing.router.num_buckets
     return sizes
+
+
+TASK = Task(
+    heading="Queries, keys and attention mass",
+    unit="chunks",
+    columns={"measure": NAME, "value": ("score", "{:.3f}"), **ERROR, "imbalance": ("imbalance", "{:.2f}")},
+    blocks=False,
+    routings=True,
+    text="heldout",
+    form="{:.3f}",
+    hidden=("recall",),
+)

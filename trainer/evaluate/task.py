@@ -1,0 +1,78 @@
+"""The record of a task: what it reads, and how its rows are shown and judged. Each module of ``tasks`` has one, ``TASK``."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from msattn.trainer.evaluate.intervals import Interval
+from msattn.trainer.evaluate.row import EvalRow
+
+Column = tuple[str, str]  # a field of a row or of its ``extra``, and its format
+Difference = tuple[float, Interval | None]  # of two rows, with its interval; None for a single sample
+
+SECONDS = "seconds"  # a format: milliseconds below one second
+SPEEDUP = "x "  # start of the columns of speed-ups
+# Columns of several tasks.
+SHARE, BOUNDS, RATIO = ("score", "{:.1%}"), ("interval", "{:.0%}"), ("ratio_to_dense", "{:.3f}")
+LENGTH, BATCH, RATE, NAME = ("length", "{:,}"), ("batch", "{}"), ("score", "{:.4g}"), ("score_name", "{}")
+TOKENS, ERROR = {"tokens": LENGTH}, {"output error": ("output_error", "{:.4f}")}
+SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
+
+
+class Quality(NamedTuple):
+    """A measure by which the verdict judges methods; by default the score, a share of which more is better."""
+
+    name: str
+    difference: Callable[[EvalRow, EvalRow], Difference]  # of two rows of the same samples, absolute or relative
+    better: int = 1  # 1 if larger values are better, else -1
+    value: Callable[[EvalRow], float] = lambda row: row.score
+    form: str = ".1%"  # of the value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Facts of a task for the evaluation and its report. Its settings are the section ``eval.<name>`` of the configuration.
+
+    Attributes
+    ----------
+    heading, unit : title of its table, and what a row averages over; in braces a key of the first row's ``extra``.
+    columns : columns of its table between ``setting`` and those that all tasks have.
+    blocks, routings : whether it measures block selections and bucket routings; without such a task their artifacts are not
+        looked for.
+    text : ``heldout``: it always reads the held-out documents. ``haystack``: it reads the text of its key ``haystack``, or
+        else the held-out documents. None: it reads no text of ``data``.
+    form : format of a score beside that of another evaluation.
+    hidden : columns of all tasks that its table leaves out, as its own columns have them.
+    timed : whether its score is a time or a rate, which says nothing about other machines.
+    fits_positions : whether its lengths, with the new tokens of its key ``tokens``, may not exceed the model's positions.
+    quality : how the verdict judges it; None: not at all.
+    """
+
+    heading: str
+    unit: str
+    columns: Mapping[str, Column]
+    blocks: bool
+    routings: bool
+    text: Literal["heldout", "haystack"] | None
+    form: str = "{:.1%}"
+    hidden: tuple[str, ...] = ()
+    timed: bool = False
+    fits_positions: bool = True
+    quality: Quality | None = None
+
+
+def task_module(name: str) -> Any:
+    """Returns the module of a task, with ``TASK``, ``run`` and, if settings can be refused early, ``check_sizes``."""
+    return import_module(f"msattn.trainer.evaluate.tasks.{name}")
+
+
+def record(name: str) -> Task:
+    """Returns the record of a task."""
+    return task_module(name).TASK
+
+
+def lengths_of(section: Any) -> list[int]:
+    """Returns the lengths of the prompts or chunks of a task with this section of ``eval``; none if it has no such key."""
+    one = [section.length] if hasattr(section, "length") else []
+    return getattr(section, "lengths", one)
