@@ -53,6 +53,12 @@ def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]
     assert re.search(r"sparsity 0\.[1-9]\d*, selectivity 0\.[1-9]", capsys.readouterr().out)
 
 
+@pytest.mark.slow
+def test_the_scorer_of_contributing_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(blocks("docs/contributing.md", "python")[0], {"__name__": "example"})
+    assert re.search(r"sparsity 0\.[34]", capsys.readouterr().out)
+
+
 GUIDE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guide").glob("*.md"))
 
 

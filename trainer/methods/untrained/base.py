@@ -23,7 +23,7 @@ BLOCK_SIZE = 16  # keys
 
 @dataclass(frozen=True)
 class UntrainedScorer:
-    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields are keys of ``select``."""
+    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields ``block_size`` and ``seed`` are those of ``select``."""
 
     method: ClassVar[Method]
     block_size: int = 64
