@@ -28,6 +28,7 @@ def test_a_record_fits_its_section(name: str) -> None:
         assert lengths_of(section)
         assert not task.blocks or section.sparsities
     assert {*task.hidden} <= {*COMMON_COLUMNS}
+    assert task.quality is None or ("%" in task.form) == (task.quality.better == 1)  # a perplexity is no share
 
 
 def test_a_summary_keeps_lengths_batches_and_benchmarks_apart() -> None:

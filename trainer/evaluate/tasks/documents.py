@@ -58,5 +58,6 @@ TASK = Task(
     blocks=True,
     routings=False,
     text="heldout",
+    form="{:.3f}",
     quality=above_dense("perplexity of documents above dense"),
 )
