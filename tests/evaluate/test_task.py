@@ -26,7 +26,7 @@ def test_a_record_fits_its_section(name: str) -> None:
     assert (task.text == "haystack") == hasattr(section, "haystack")
     if task.text:
         assert lengths_of(section)
-        assert not task.blocks or section.sparsities
+        assert "blocks" not in task.reads or section.sparsities
     assert {*task.hidden} <= {*COMMON_COLUMNS}
     assert task.quality is None or ("%" in task.form) == (task.quality.better == 1)  # a perplexity is no share
 

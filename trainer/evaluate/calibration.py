@@ -57,7 +57,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
     in one pass for all, and kept in ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
-    if not needy or not any(record(task).blocks for task in cfg.eval.tasks):
+    if not needy or not any("blocks" in record(task).reads for task in cfg.eval.tasks):
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
@@ -114,9 +114,9 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
     if isinstance(first.select, Calibrated):
         always = always._replace(short_rows=SHORT_ROWS)
-    sections = [getattr(cfg.eval, task) for task in cfg.eval.tasks if record(task).blocks and record(task).text]
+    limited = [task for task in cfg.eval.tasks if "blocks" in record(task).reads and record(task).text]
     asked: dict[int, set[float]] = {}
-    for section in sections:
+    for section in (getattr(cfg.eval, task) for task in limited):
         for length in lengths_of(section):
             asked.setdefault(length, set()).update(section.sparsities)
     notes = []

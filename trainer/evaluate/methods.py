@@ -224,7 +224,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     paths: list[_Path] = []
     notes = []
     for kind, command in COMMANDS.items():
-        if not any(task.blocks if kind == "gate" else task.routings for task in map(record, cfg.eval.tasks)):
+        if not any(("blocks" if kind == "gate" else "routings") in record(task).reads for task in cfg.eval.tasks):
             continue
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
@@ -274,7 +274,7 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrained
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
     number of buckets of ``model.presets`` and route all served layers.
     """
-    if not any(record(task).routings for task in cfg.eval.tasks):
+    if not any("routings" in record(task).reads for task in cfg.eval.tasks):
         return methods
     like = methods.bucket_routings[0] if methods.bucket_routings else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets

@@ -38,8 +38,8 @@ class Task:
     ----------
     heading, unit : title of its table, and what a row averages over; in braces a key of the first row's ``extra``.
     columns : columns of its table between ``setting`` and those that all tasks have.
-    blocks, routings : whether it measures block selections and bucket routings; without such a task their artifacts are not
-        looked for.
+    reads : ``blocks`` if it measures block selections, ``routings`` if it measures bucket routings; artifacts that no task
+        reads are not looked for.
     text : ``heldout``: it always reads the held-out documents. ``haystack``: it reads the text of its key ``haystack``, or
         else the held-out documents. None: it reads no text of ``data``.
     form : format of a score beside that of another evaluation.
@@ -52,8 +52,7 @@ class Task:
     heading: str
     unit: str
     columns: Mapping[str, Column]
-    blocks: bool
-    routings: bool
+    reads: tuple[Literal["blocks", "routings"], ...]
     text: Literal["heldout", "haystack"] | None
     form: str = "{:.1%}"
     hidden: tuple[str, ...] = ()

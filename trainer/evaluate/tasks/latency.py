@@ -260,8 +260,7 @@ TASK = Task(
     | SPEEDUPS
     | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
     | {"break-even": ("break_even", "{:,}")},
-    blocks=True,
-    routings=False,
+    reads=("blocks",),
     text=None,
     form="{:.3g} s",
     hidden=("latency",),

@@ -277,8 +277,7 @@ TASK = Task(
     heading="Needles in a haystack",
     unit="prompts per row",
     columns=TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
-    blocks=True,
-    routings=True,
+    reads=("blocks", "routings"),
     text="haystack",
     quality=Quality("needles found", paired_answers),
 )

@@ -249,8 +249,7 @@ TASK = Task(
     heading="Attention mass read",
     unit="chunks",
     columns={"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
-    blocks=True,
-    routings=True,
+    reads=("blocks", "routings"),
     text="heldout",
     hidden=("recall",),
 )

@@ -183,8 +183,7 @@ TASK = Task(
     columns=TOKENS
     | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
     | {task: (task, "{:.1%}") for task in RULER_TASKS},
-    blocks=True,
-    routings=True,
+    reads=("blocks", "routings"),
     text="haystack",
     quality=Quality("RULER's average", paired_scores),
 )
