@@ -1,10 +1,14 @@
-"""Dense attention with a max-pooled block map (SeerAttention, Algorithm 1).
+"""Dense attention with a pooled block map (SeerAttention, Algorithm 1).
 
     P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
 
 With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row, pooled[r, c] = max_i exp(s_ic -
 lse_i). The LSE is known only after the last key, so the maxima are buffered in an fp32 scratch buffer until then. Programs are
 persistent and reuse one buffer ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
+
+Attention masses, sums over j, take the place of the maxima. The online softmax sums the weights of a tile of keys anyway; here
+it sums them by column block. They are relative to the running maximum of that moment, which is buffered with them for each tile
+of keys, so that nothing is rescaled when the maximum grows. In exchange, the row maximum of a tile is reduced in one step.
 
 Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or two strips of W = min(BN, block) keys each.
 Comments give the shapes of tiles.
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_block_size
+from msattn.kernels.common.block_checks import check_block_size, check_pool
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -37,6 +41,7 @@ from msattn.kernels.common.primitives import (
     sequence_span,
     softmax_finalize,
     softmax_step,
+    softmax_weights,
     store_rows,
     tile_view,
     tl,
@@ -45,7 +50,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
-from msattn.kernels.types import Backend, MaxPoolAttention
+from msattn.kernels.types import Backend, MaxPoolAttention, Pool
 
 
 def maxpool_attention(
@@ -54,6 +59,7 @@ def maxpool_attention(
     v: Tensor,
     *,
     block_size: int = 64,
+    pool: Pool = "max",
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -61,7 +67,7 @@ def maxpool_attention(
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> MaxPoolAttention:
-    """Computes dense attention and the block-wise maxima of its probabilities.
+    """Computes dense attention and its block map: the probabilities of each block, pooled.
 
     The block map is the training target of gates (SeerAttention, Algorithm 1).
 
@@ -73,6 +79,9 @@ def maxpool_attention(
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_size : int
         Tokens in a block: 16, 32, 64 or 128.
+    pool : {"max", "mass", "mean_mass"}
+        The entry of a block: its largest probability; the sum over its keys, of the query with the largest sum; or the
+        mean of these sums over the queries of the row block.
     causal : bool
         Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
@@ -104,11 +113,12 @@ def maxpool_attention(
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
+    check_pool(pool)
     check_per_sequence("kv_start", kv_start, q)
     check_sinks(sinks, q.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, backend))
+    return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, pool, backend))
 
 
 def _empty(q, k, v, sinks, kv_start, block_size, *others):
@@ -126,6 +136,7 @@ def launch(
     causal: bool,
     scale: float,
     softcap: float | None,
+    pool: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the kernel."""
     check_layout(q=q, k=k, v=v)
@@ -144,7 +155,8 @@ def launch(
     out = torch.empty_like(q)
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     pooled = q.new_empty((batch, q_heads, row_blocks, col_blocks), dtype=torch.float32)
-    scratch = q.new_empty((programs, strips, tile.rows), dtype=torch.float32)
+    scratch_rows = strips if pool == "max" else strips + triton.cdiv(num_keys, keys)
+    scratch = q.new_empty((programs, scratch_rows, tile.rows), dtype=torch.float32)
     next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
     _maxpool_attention_kernel[(programs,)](
         tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
@@ -152,7 +164,7 @@ def launch(
         *out.stride()[:3],
         tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip, POOL=pool,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -172,10 +184,13 @@ def _maxpool_attention_kernel(
     stride_b, stride_h, stride_n,
     tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    scratch_ptr += tl.program_id(0).to(tl.int64) * strips * BM
-    maxima_ptrs = scratch_ptr + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
+    scratch_rows = strips
+    if POOL != "max":
+        scratch_rows += strips // (BN // W)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * scratch_rows * BM
+    strip_ptrs = scratch_ptr + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
     # Dynamic tile scheduling. Heads of a group are adjacent for L2 reuse; the longest rows come first.
     tile = tl.atomic_add(next_tile_ptr, 1)
     while tile < tiles:
@@ -208,10 +223,19 @@ def _maxpool_attention_kernel(
                 s = cap_scores(s, limit)
             if u0 >= full:
                 s = mask_scores(s, t, u0 + tl.arange(0, BN), keys, delta, CAUSAL)
-            maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
-            tl.store(maxima_ptrs + u0 // W * BM, maxima)
-            v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
-            m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
+            if POOL == "max":
+                maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
+                tl.store(strip_ptrs + u0 // W * BM, maxima)
+                v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+                m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
+            else:
+                v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
+                m, p, alpha = softmax_weights(s, tl.max(s, 1), m, scale2)
+                sums = tl.sum(tl.reshape(p, [BM, BN // W, W]), 2)  # [BM, BN / W]
+                tl.store(strip_ptrs + u0 // W * BM, sums)
+                tl.store(scratch_ptr + (strips + u0 // BN) * BM + tl.arange(0, BM), m)
+                l = l * alpha + _row_sum(sums, BN // W)
+                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         out, lse2 = softmax_finalize(m, l, acc, t < queries)
         stored_lse2 = lse2
         if sinks_ptr is not None:
@@ -219,10 +243,11 @@ def _maxpool_attention_kernel(
         store_rows(out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
-        tl.debug_barrier()  # all maxima are stored before they are read
+        tl.debug_barrier()  # all strips are stored before they are read
         map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _store_block_map(map_ptr, scratch_ptr, lse2, last, t0 // BLOCK, row_blocks, col_blocks, scale2, BM, BLOCK, W)
-        tl.debug_barrier()  # all maxima are read before the next tile overwrites them
+        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, t0 // BLOCK, row_blocks, col_blocks, strips, scale2,
+                         BM, BN, BLOCK, W, POOL)  # fmt: skip
+        tl.debug_barrier()  # all strips are read before the next tile overwrites them
         tile = tl.atomic_add(next_tile_ptr, 1)
 
 
@@ -239,9 +264,18 @@ def _row_max(maxima, STRIPS: tl.constexpr):
 
 
 @triton.jit
+def _row_sum(sums, STRIPS: tl.constexpr):
+    """Returns the row sums ``[BM]`` over one or two strips, see :func:`_row_max`."""
+    if STRIPS == 2:
+        first, second = tl.split(sums)
+        return first + second
+    return tl.sum(sums, 1)
+
+
+@triton.jit
 def _store_block_map(
-    map_ptr, scratch_ptr, lse2, last, first_row_block, row_blocks, col_blocks, scale2,
-    BM: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+    map_ptr, scratch_ptr, lse2, last, queries, first_row_block, row_blocks, col_blocks, strips, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``."""
     BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
@@ -250,10 +284,22 @@ def _store_block_map(
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
-        maxima_ptrs = scratch_ptr + strip[:, None] * BM + tl.arange(0, BM)[None, :]
-        maxima = tl.load(maxima_ptrs, mask=(strip * W < last)[:, None], other=float("-inf"), cache_modifier=".cg")
-        logs = tl.reshape(maxima * scale2 - lse2[None, :], [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
-        pooled = tl.exp2(tl.max(tl.max(logs, 3), 1))  # [BLOCKS, BM / BLOCK]
+        strip_ptrs = scratch_ptr + strip[:, None] * BM + tl.arange(0, BM)[None, :]
+        read = (strip * W < last)[:, None]
+        if POOL == "max":
+            maxima = tl.load(strip_ptrs, mask=read, other=float("-inf"), cache_modifier=".cg")
+            logs = tl.reshape(maxima * scale2 - lse2[None, :], [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
+            pooled = tl.exp2(tl.max(tl.max(logs, 3), 1))  # [BLOCKS, BM / BLOCK]
+        else:
+            sums = tl.load(strip_ptrs, mask=read, other=0.0, cache_modifier=".cg")
+            max_ptrs = scratch_ptr + (strips + strip // (BN // W))[:, None] * BM + tl.arange(0, BM)[None, :]
+            m = tl.load(max_ptrs, mask=read, other=float("-inf"), cache_modifier=".cg")
+            mass = tl.reshape(sums * tl.exp2(m - lse2[None, :]), [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
+            mass = tl.sum(mass, 1)  # [BLOCKS, BM / BLOCK, BLOCK]
+            if POOL == "mass":
+                pooled = tl.max(mass, 2)
+            else:
+                pooled = tl.sum(mass, 2) / tl.minimum(tl.maximum(queries - r * BLOCK, 1), BLOCK)[None, :]
         c = c0 + tl.arange(0, BLOCKS)
         inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]
         tl.store(map_ptr + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)

@@ -119,17 +119,21 @@ def tokens_of_blocks(
     return mask & (rows >= 0)[:, None, :, None] & (cols >= 0)[:, None, None, :]
 
 
-def max_over_blocks(probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """Returns the maximum probability of each block, ``[B, H, Tr, Tc]``.
+def pool_over_blocks(probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int, int], pool: str = "max") -> Tensor:
+    """Returns the block map of probabilities, ``[B, H, Tr, Tc]``; ``pool`` is that of ``maxpool_attention``.
 
     ``probs`` is ``[B, H, N, M]``; ``rows`` and ``cols`` are those of :func:`block_numbers`.
     """
+    over_keys, over_queries = {"max": ("amax", "amax"), "mass": ("sum", "amax"), "mean_mass": ("sum", "sum")}[pool]
     rows, cols = (x.where(x >= 0, count).to(probs.device) for x, count in zip((rows, cols), blocks, strict=True))
     batch, heads, num_queries, _ = probs.shape
     by_col = probs.new_zeros((batch, heads, num_queries, blocks[1] + 1))  # the extra last block collects the padding
-    by_col.scatter_reduce_(3, cols[:, None, None].expand_as(probs), probs, "amax")
+    by_col.scatter_reduce_(3, cols[:, None, None].expand_as(probs), probs, over_keys)
     block_map = probs.new_zeros((batch, heads, blocks[0] + 1, blocks[1] + 1))
-    block_map.scatter_reduce_(2, rows[:, None, :, None].expand_as(by_col), by_col, "amax")
+    block_map.scatter_reduce_(2, rows[:, None, :, None].expand_as(by_col), by_col, over_queries)
+    if pool == "mean_mass":
+        queries = torch.zeros_like(block_map[:, 0, :, 0]).scatter_add_(1, rows, torch.ones_like(rows, dtype=probs.dtype))
+        block_map /= queries.clamp(min=1)[:, None, :, None]
     return block_map[..., :-1, :-1]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 Backend = Literal["triton", "torch"]
 Variant = Literal["partial", "global"]  # of flash_decode
+Pool = Literal["max", "mass", "mean_mass"]  # of maxpool_attention
 
 
 class SparseAttention(NamedTuple):

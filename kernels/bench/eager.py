@@ -12,7 +12,7 @@ from torch.nn.functional import conv2d, one_hot, pad
 
 from msattn.kernels.bench.rows import BLOCK
 from msattn.kernels.common.checks import statistics_dtype
-from msattn.kernels.testing import block_numbers, capped, dense_attention, max_over_blocks, tokens_of_blocks, visible
+from msattn.kernels.testing import block_numbers, capped, dense_attention, pool_over_blocks, tokens_of_blocks, visible
 from msattn.kernels.types import BucketIndex, PagedKeys
 
 
@@ -22,7 +22,7 @@ def maxpool_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = N
     out, lse, probs = dense_attention(q, k, v, _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))
     blocks = -(-n // BLOCK)
     rows, cols = block_numbers(batch, n, n, True, None, BLOCK)
-    return out, lse, max_over_blocks(probs, rows, cols, (blocks, blocks))
+    return out, lse, pool_over_blocks(probs, rows, cols, (blocks, blocks))
 
 
 def block_sparse_attention(

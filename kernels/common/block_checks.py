@@ -1,16 +1,18 @@
 """Argument checks of operations on blocks of tokens; see :mod:`.checks`."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, Pool
 
 BLOCK_SIZES = (16, 32, 64, 128)
 ZOOMS = (1, 2, 4, 8)
 POOLINGS = ("avg", "max", "min")
+POOLS = get_args(Pool)
 MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
 
 
@@ -18,6 +20,12 @@ def check_block_size(block_size: int) -> None:
     """Checks that ``block_size`` is a power of two from 16 to 128, a tile length."""
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+def check_pool(pool: str) -> None:
+    """Checks that ``pool`` is one of ``POOLS``."""
+    if pool not in POOLS:
+        raise ValueError(f"pool={pool!r}: expected one of {', '.join(POOLS)}")
 
 
 def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:

@@ -178,13 +178,22 @@ def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
     2), ``l [BM]`` the running sum, ``acc [BM, D]`` the running output. A row without visible keys so far keeps ``m = -inf``,
     ``l = 0``.
     """
-    m_new = tl.maximum(m, s_max * scale2)
-    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
-    p = tl.exp2(s * scale2 - base[:, None])
-    alpha = tl.exp2(m - base)
+    m_new, p, alpha = softmax_weights(s, s_max, m, scale2)
     l = l * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return m_new, l, acc
+
+
+@triton.jit
+def softmax_weights(s, s_max, m, scale2):
+    """Returns the new running maximum, the weights of a tile relative to it, and the factor of older sums.
+
+    Arguments are those of :func:`softmax_step`.
+    """
+    m_new = tl.maximum(m, s_max * scale2)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+    p = tl.exp2(s * scale2 - base[:, None])
+    return m_new, p, tl.exp2(m - base)
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""Dense attention with a max-pooled block map in PyTorch."""
+"""Dense attention with a pooled block map in PyTorch."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_block_size
+from msattn.kernels.common.block_checks import check_block_size, check_pool
 from msattn.kernels.common.checks import (
     check_per_sequence,
     check_qkv,
@@ -15,7 +15,7 @@ from msattn.kernels.common.checks import (
     statistics_dtype,
 )
 from msattn.kernels.reference.common import SCORES_AT_ONCE, cap_scores, sequences
-from msattn.kernels.types import MaxPoolAttention
+from msattn.kernels.types import MaxPoolAttention, Pool
 
 
 def maxpool_attention(
@@ -24,6 +24,7 @@ def maxpool_attention(
     v: Tensor,
     *,
     block_size: int = 64,
+    pool: Pool = "max",
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -36,6 +37,7 @@ def maxpool_attention(
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
+    check_pool(pool)
     check_per_sequence("kv_start", kv_start, q)
     check_sinks(sinks, q.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
@@ -61,10 +63,15 @@ def maxpool_attention(
             scores = cap_scores(scores, softcap)
             if causal:
                 scores.masked_fill_(torch.arange(last, device=q.device) > t[:, None] + delta, -math.inf)
-            maxima = _into_blocks(scores, -1, block_size).amax(-1)  # [B, Hkv, G, rows, c]
             row_lse = scores.logsumexp(-1).logaddexp(sink_logits)
             probs = scores.sub_(row_lse[..., None]).exp_()
-            block_map = _into_blocks(maxima - row_lse[..., None], -2, block_size).amax(-2).exp()  # [B, Hkv, G, r, c]
+            by_query = _into_blocks(probs, -1, block_size)  # [B, Hkv, G, rows, c, block]
+            by_query = by_query.amax(-1) if pool == "max" else by_query.sum(-1)
+            block_map = _into_blocks(by_query, -2, block_size)  # [B, Hkv, G, r, block, c]
+            if pool == "mean_mass":
+                block_map = block_map.sum(-2) / _into_blocks(torch.ones_like(t), -1, block_size).sum(-1)[:, None]
+            else:
+                block_map = block_map.amax(-2)
             rows = slice(first_query + begin, first_query + end)
             out[batch, :, rows] = (probs @ values[..., :last, :]).flatten(1, 2).to(q.dtype)
             lse[batch, :, rows] = row_lse.flatten(1, 2)
@@ -74,6 +81,6 @@ def maxpool_attention(
 
 
 def _into_blocks(x: Tensor, dim: int, size: int) -> Tensor:
-    """Splits dimension ``dim < 0`` into ``(blocks, size)``, padded with -inf."""
+    """Splits dimension ``dim < 0`` into ``(blocks, size)``, padded with zeros."""
     missing = -x.shape[dim] % size
-    return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing), value=-math.inf).unflatten(dim, (-1, size))
+    return torch.nn.functional.pad(x, (0, 0) * (-dim - 1) + (0, missing)).unflatten(dim, (-1, size))

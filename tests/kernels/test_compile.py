@@ -54,8 +54,9 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size = _block_size(head_size)
     kv_start = starts([8]) if block_size == 128 else None
-    for softcap, sinks in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), strict=True):
-        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap)
+    mass = _choose(["mass", "mean_mass"], head_size, sm)
+    for softcap, sinks, pool in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), ("max", mass), strict=True):
+        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap, pool)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:

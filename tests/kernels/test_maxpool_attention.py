@@ -9,32 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels import reference
+from msattn.kernels.common.block_checks import POOLS
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.kernels.testing import assert_within_budget, block_numbers, capped, max_over_blocks, random_qkv, starts
-from msattn.kernels.types import Backend
+from msattn.kernels.testing import assert_within_budget, block_numbers, capped, pool_over_blocks, random_qkv, starts
+from msattn.kernels.types import Backend, Pool
 from tests.kernels import shared
 from tests.kernels.problems import CAPPED_SCALE, CASES, Case, full_product
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(1, 50.0, False), (4, 50.0, True), (8, 5.0, False)]  # numbers of cases, limits, and whether there are sinks
 
+MASSES: tuple[Pool, ...] = ("mass", "mean_mass")
 
-def exact_map(probs: torch.Tensor, case: Case) -> torch.Tensor:
+
+def exact_map(probs: torch.Tensor, case: Case, pool: Pool) -> torch.Tensor:
     sizes = case.batch, case.num_queries, case.num_keys, case.causal, starts(case.padding), case.block_size
-    return max_over_blocks(probs, *block_numbers(*sizes), case.blocks)
+    return pool_over_blocks(probs, *block_numbers(*sizes), case.blocks, pool)
 
 
-def check(case: Case, backend: Backend, device: str, softcap: float | None = None, with_sinks: bool = False) -> None:
+def check(
+    case: Case, backend: Backend, device: str, softcap: float | None = None, with_sinks: bool = False, pool: Pool = "max"
+) -> None:
     """Compares with dense attention; padding holds NaN."""
     q, k, v = case.qkv(device)
     seen, scale = case.visible(device), None if softcap is None else CAPPED_SCALE
     sinks = 3 * torch.randn(case.q_heads, device=device).to(case.dtype) if with_sinks else None
     inputs = [x.detach() for x in shared.fill_padding(case, q, k, v)]
-    got = maxpool_attention(*inputs, **case.options(device), scale=scale, softcap=softcap, sinks=sinks, backend=backend)
+    options = case.options(device) | {"pool": pool, "scale": scale, "softcap": softcap, "sinks": sinks}
+    got = maxpool_attention(*inputs, **options, backend=backend)
     assert got.pooled.dtype == torch.float32
     exact, full = shared.assert_agrees(got, q, k, v, seen, scale, capped(softcap), sinks)
-    assert_within_budget("pooled", got.pooled, exact_map(exact.probs, case), exact_map(full.probs, case))
-    assert (got.pooled[exact_map(seen.expand(exact.probs.shape).float(), case) == 0] == 0).all()
+    assert_within_budget("pooled", got.pooled, exact_map(exact.probs, case, pool), exact_map(full.probs, case, pool))
+    assert (got.pooled[exact_map(seen.expand(exact.probs.shape).float(), case, pool) == 0] == 0).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,6 +63,21 @@ def test_agrees_with_fp64(
     check(CASES[number], backend, device, softcap, with_sinks)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("number", "pool", "softcap", "with_sinks"),
+    [
+        *((n, pool, None, False) for n, pool in zip(range(len(CASES)), itertools.cycle(MASSES), strict=False)),
+        *((n, pool, cap, n == 8) for n, cap in ((5, None), (8, 5.0)) for pool in MASSES),
+    ],
+    ids=str,
+)
+def test_masses_agree_with_fp64(
+    number: int, pool: Pool, softcap: float | None, with_sinks: bool, backend: Backend, device: str, poisoned: None
+) -> None:
+    check(CASES[number], backend, device, softcap, with_sinks, pool)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     n=st.integers(1, 150),
@@ -64,9 +85,10 @@ def test_agrees_with_fp64(
     causal=st.booleans(),
     block=st.sampled_from([16, 64]),
     softcap=st.sampled_from([None, 0.5, 5.0]),
+    pool=st.sampled_from(POOLS),
 )
-def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float | None) -> None:
-    check(Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block), "torch", "cpu", softcap)
+def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float | None, pool: Pool) -> None:
+    check(Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block), "torch", "cpu", softcap, pool=pool)
 
 
 @pytest.mark.gpu
@@ -75,8 +97,9 @@ def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
     lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (4095, 4095), (130, 65)]
     variants = itertools.cycle([(None, False), (5.0, False), (None, True), (50.0, True), (None, False)])
-    for case, (softcap, with_sinks) in zip(full_product(head_size, dtype, lengths, block_size), variants, strict=False):
-        check(case, "triton", "cuda", softcap, with_sinks)
+    pools = itertools.cycle([*POOLS, "max"])  # each variant with each pool
+    for case, variant, pool in zip(full_product(head_size, dtype, lengths, block_size), variants, pools, strict=False):
+        check(case, "triton", "cuda", *variant, pool)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -101,7 +124,7 @@ def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import maxpool_attention as module
 
     q, k, v = random_qkv(1, 2, 1, 70, device=device)
-    arguments = (q, k, v, torch.randn(2, device=device), starts([3], device), 64, True, 0.1, 5.0, backend)
+    arguments = (q, k, v, torch.randn(2, device=device), starts([3], device), 64, True, 0.1, 5.0, "mass", backend)
     shared.assert_operator(module._operator, arguments, maxpool_attention, q, k, v, backend=backend)
     shared.assert_no_gradient(maxpool_attention, q, k, v, backend=backend)
 
@@ -110,6 +133,7 @@ def test_operator(backend: Backend, device: str) -> None:
     ("change", "message"),
     [
         ({"block_size": 48}, "block_size=48"),
+        ({"pool": "sum"}, "pool='sum': expected one of max, mass, mean_mass"),
         ({"scale": -1.0}, "scale=-1.0"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"softcap": float("nan")}, "softcap=nan"),

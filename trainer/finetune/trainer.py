@@ -120,7 +120,7 @@ class FineTuner(nn.Module):
 def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
     size = selection.block_size
     with torch.no_grad():
-        pooled = block_map(x, size).pooled
+        pooled = block_map(x, size, gate.cfg.target).pooled
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
     # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

@@ -29,9 +29,10 @@ def with_sinks(x: LayerInputs, state: SparseAttention) -> SparseAttention:
     return state if x.sinks is None else apply_sinks(state, x.sinks)
 
 
-def block_map(x: LayerInputs, block_size: int = BLOCK) -> MaxPoolAttention:
+def block_map(x: LayerInputs, block_size: int = BLOCK, pool: str = "max") -> MaxPoolAttention:
     """Returns dense attention of a layer and its block map; see :func:`msattn.kernels.maxpool_attention.maxpool_attention`."""
-    return maxpool_attention(x.q, x.k, x.v, block_size=block_size, sinks=x.sinks, **score_options(x))
+    options: dict[str, Any] = score_options(x) | {"block_size": block_size, "pool": pool, "sinks": x.sinks}
+    return maxpool_attention(x.q, x.k, x.v, **options)
 
 
 def capped_attention(x: LayerInputs) -> SparseAttention:

@@ -81,7 +81,7 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
         row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
         inference = inference or (row if row.seconds else None)
         yield _with_ratios(row, inference, None)
-    with_maps = partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size).out)
+    with_maps = partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size, cfg.gate.target).out)
     maxpool = _timed(replace(empty, variant="forward, maxpool"), with_maps, device)
     yield _with_ratios(maxpool, inference, maxpool)
 
@@ -111,7 +111,7 @@ def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
 
     def attention_with_loss(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = block_map(x, size)
+        dense = block_map(x, size, gate.cfg.target)
         with torch.enable_grad():
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))

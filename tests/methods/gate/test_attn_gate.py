@@ -208,16 +208,16 @@ def test_loss_of_confident_wrong_scores_is_finite():
         assert value.isfinite()
 
 
-@pytest.mark.parametrize("heads", ["query", "kv"])
-def test_precomputed_gradients_equal_autograd(heads):
-    model, ids, cfg = tiny_model(), random_tokens(2, 71), config(heads=heads, loss="kl")
+@pytest.mark.parametrize(("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")])
+def test_precomputed_gradients_equal_autograd(heads, target):
+    model, ids, cfg = tiny_model(), random_tokens(2, 71), config(heads=heads, loss="kl", target=target)
     gate = noisy_gate(cfg)
     outputs = GateDistiller(gate, model)(ids)
     (outputs["loss"] * 0.5).backward()
     precomputed = [parameter.grad for parameter in gate.parameters()]
     total = torch.zeros(())
     for x in inputs_of_layers(model, ids):
-        pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale).pooled
+        pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, pool=target, scale=x.scale).pooled
         loss = gate_loss(gate.logits(x), pooled, visible_blocks(71, 71, BLOCK, None, CPU), cfg)
         torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
         total = total + loss
@@ -313,6 +313,14 @@ def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
     assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
 
 
+def test_gates_of_earlier_versions_have_the_target_max(tmp_path, monkeypatch):
+    gate = noisy_gate(config(target="mass"))
+    details = gate.details()
+    assert details["gate"].pop("target") == "mass"
+    monkeypatch.setattr(gate, "details", lambda: details)
+    assert Gate.load(write(gate, tmp_path / "gate")).cfg.target == "max"
+
+
 def write(gate: Gate, folder):
     fingerprint = models.fingerprint(tiny_model())
     return artifacts.write(
@@ -321,7 +329,9 @@ def write(gate: Gate, folder):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl", "target": "mass"}]
+)
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
     gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
