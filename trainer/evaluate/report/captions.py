@@ -32,7 +32,7 @@ CAPTIONS = {
     ),
     "perplexity": (
         "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
-        "true attention map. It is the target of a gate's training, but saves no time, because the map needs dense attention. "
+        "true attention map. It is the default target of gates, but saves no time, because the map needs dense attention. "
         "Bars are 95 % intervals of the difference to dense attention on the same chunks. The scale is linear within 1 % and "
         "logarithmic above; methods far above are only counted."
     ),

@@ -1,4 +1,4 @@
-"""The true block map as block scores: the target of a gate's training. It needs dense attention."""
+"""The true block map as block scores: the default target of gates. It needs dense attention."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Oracle(UntrainedScorer):
-    """Scores blocks by the true block map (max-pooled attention probabilities), which is the target of a gate's training."""
+    """Scores blocks by the true block map (max-pooled attention probabilities), the default target of gates."""
 
     method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
 
