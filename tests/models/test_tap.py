@@ -113,6 +113,8 @@ def test_unsupported_masks_positions_and_caches_are_refused() -> None:
     with tap(model, dense_attention):
         with pytest.raises(UserError, match="left padding only"):
             model(ids, attention_mask=right)
+        with pytest.raises(UserError, match="no row has a token"):
+            model(ids, attention_mask=torch.zeros_like(right))
         with pytest.raises(UserError, match=r"accepted is \[batch, 6\]"):
             model(ids, attention_mask=right[:, :3])
         with pytest.raises(UserError, match="2D mask"):

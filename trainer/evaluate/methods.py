@@ -17,7 +17,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
-from msattn.trainer.methods.buckets import serving, top_buckets
+from msattn.trainer.methods.buckets import decode_defaults, top_buckets
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
@@ -112,7 +112,7 @@ class BucketRoutingMethod:
     @classmethod
     def configured(cls, method: Method, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the router with the configured numbers, else those that its artifact records."""
-        defaults = serving(cfg.model.presets, router.num_buckets)
+        defaults = decode_defaults(cfg.model.presets, router.num_buckets)
         keys = cfg.keys if isinstance(router, PREDICTING) else None
         return cls(method, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
 

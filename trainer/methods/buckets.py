@@ -78,7 +78,7 @@ class RouterDetails:
             raise ValueError(f"layers={self.layers!s:.60} must be one or more and increase")
 
 
-def serving(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
+def decode_defaults(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
     """Returns the numbers with which a router is meant to be served; its manifest records them for ``msattn.attach``."""
     return {"probes": min(presets.probes, num_buckets), "recent": presets.recent, "sink": 1, "dense_layers": [0]}
 

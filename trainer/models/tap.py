@@ -247,6 +247,8 @@ def left_padding(attention_mask: Tensor) -> list[int]:
     kv_start = tokens.shape[1] - tokens.sum(dim=1)
     is_left_padded = (tokens == (positions >= kv_start[:, None])).all()
     *padding, accepted = torch.cat([kv_start, is_left_padded[None]]).tolist()  # one synchronization with the device
+    if min(padding) == tokens.shape[1]:
+        raise UserError("attention_mask: no row has a token; accepted is one with a token")
     if not accepted:
         raise UserError("attention_mask: accepted is left padding only (tokenizer.padding_side='left'), without holes")
     return padding

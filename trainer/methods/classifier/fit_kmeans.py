@@ -17,7 +17,7 @@ from msattn.trainer.config import FitKMeansConfig
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
-from msattn.trainer.methods.buckets import serving
+from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids, mean_stats, resolve_engine
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
@@ -185,7 +185,7 @@ def write_artifact(
             **kmeans_settings,
             "layers": layers,
             "stats": list(stats),
-            "serving": serving(cfg.model.presets, cfg.kmeans.num_buckets),
+            "serving": decode_defaults(cfg.model.presets, cfg.kmeans.num_buckets),
         },
         data=chunks.fingerprint,
         seed=cfg.seed,

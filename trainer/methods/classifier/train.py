@@ -23,7 +23,7 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.memory import free_memory, release_memory
-from msattn.trainer.methods.buckets import layer_index, serving
+from msattn.trainer.methods.buckets import decode_defaults, layer_index
 from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
@@ -173,7 +173,7 @@ class _Job:
 
     @property
     def served(self) -> dict[str, Any]:
-        return serving(self.cfg.model.presets, self.partition.num_buckets)
+        return decode_defaults(self.cfg.model.presets, self.partition.num_buckets)
 
     def train_missing_layers(self, ranks: "PartialState") -> None:
         """Trains this rank's share of the layers that are not finished, group after group, and waits for the other ranks."""

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
-from msattn.trainer.methods.buckets import serving
+from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -77,7 +77,7 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
     items = rank_shard(chunks, CALIBRATION_CHUNKS)
     if isinstance(gate, Gate):
         return gate_thresholds(gate, loaded.model, items)
-    window = {name: value for name, value in serving(cfg.model.presets, gate.num_buckets).items() if name != "probes"}
+    window = {name: value for name, value in decode_defaults(cfg.model.presets, gate.num_buckets).items() if name != "probes"}
     return calibrate_keys(gate, loaded.model, items, **window)
 
 
@@ -151,7 +151,7 @@ def write_gate(
     metrics: dict[str, Any],
 ) -> None:
     """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them on ``chunks``."""
-    served = {"serving": serving(cfg.model.presets, gate.num_buckets)} if isinstance(gate, DecodeGate) else {}
+    served = {"serving": decode_defaults(cfg.model.presets, gate.num_buckets)} if isinstance(gate, DecodeGate) else {}
     artifacts.write(
         folder,
         kind=gate.cfg.kind,

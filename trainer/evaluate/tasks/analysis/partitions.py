@@ -16,7 +16,7 @@ from msattn.trainer.evaluate.tasks.analysis.queries import Window
 from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.base import ROPE
-from msattn.trainer.methods.buckets import serving
+from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
@@ -79,7 +79,7 @@ def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
     """Returns the window of the first routing, else the configured one or that of the model's presets."""
     for routing in methods.bucket_routings:
         return Window(routing.sink, routing.recent)
-    given, defaults = cfg.routing, serving(cfg.model.presets, cfg.model.presets.num_buckets)
+    given, defaults = cfg.routing, decode_defaults(cfg.model.presets, cfg.model.presets.num_buckets)
     return Window(*(defaults[key] if given.get(key) is None else given[key] for key in ("sink", "recent")))
 
 
