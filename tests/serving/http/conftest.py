@@ -1,12 +1,13 @@
 """A server of the embedded model in this process, and the official client."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
 from msattn.trainer.models import Loaded, load
-from tests.serving.http.running import KEY, Running, configuration, running
+from tests.serving.http.running import KEY, Running, configuration, running, small_loaded
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -21,6 +22,12 @@ def embedded() -> Loaded:
     loaded = load(configuration().model, device="cpu")
     loaded.tokenizer.chat_template = TEMPLATE
     return loaded
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Loaded:
+    """A small random model."""
+    return small_loaded(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tests.factory import save_tokenizer, tiny_model
 
 KEY = "sk-of-the-tests"
 SECONDS = 60  # for what takes one, on a machine that is busy
+WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
 
 
 @cache

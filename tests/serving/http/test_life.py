@@ -1,14 +1,9 @@
-"""The life of a server: queue, memory, shutdown, a thread that dies, errors of its start."""
+"""The life of a server: queue, bodies, memory, shutdown, a thread that dies."""
 
-import logging
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +11,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import transformers
 from openai import OpenAI
 
-import msattn
-from msattn.trainer.commands import serve
 from msattn.trainer.config import TrackerConfig
-from msattn.trainer.errors import Fault, UserError
+from msattn.trainer.errors import Fault
 from msattn.trainer.models import Loaded
-from msattn.trainer.serving.engines.http import cache, connections, metrics, supervisor, text
+from msattn.trainer.serving.engines.http import connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
-from tests.running import exit_code, metrics_lines
-from tests.serving.http.running import KEY, SECONDS, Running, beside, configuration, eventually, greedy, running, small_loaded
-
-WORDS: dict[str, Any] = {"model": "tiny", "prompt": "t1 t2 t3", "temperature": 0}
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Loaded:
-    return small_loaded(tmp_path)
+from tests.running import metrics_lines
+from tests.serving.http.running import SECONDS, WORDS, beside, configuration, eventually, greedy, running
 
 
 def endless(client: OpenAI, tokens: int = 4000) -> Any:
@@ -267,224 +252,3 @@ def test_a_thread_that_dies_ends_the_server(
         assert isinstance(served.error, Fault)
         assert str(served.error) == f"the thread that generates has ended ({kind.__name__}: a kernel failed)"
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> None:
-    prompt = "def main(arguments):\n    return arguments.get('x')\n\n" * 20
-    tokens = embedded.tokenizer(prompt).input_ids
-    options: Any = {"gate": "embedded", "qmodel": "embedded", "select": {"sink_blocks": 0, "local_blocks": 0}, "sparsity": 0.7}
-    options |= {"dense_below": 0}
-    model: Any = embedded.model
-    with msattn.attach(model, **options) as sparse:
-        ends = model.generation_config.eos_token_id
-        generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=ends)
-        cfg: Any = configuration("dense=false")
-        batching = sparse.batching_config(num_blocks=32, max_batch_tokens=512, use_async_batching=False)
-        (alone,) = model.generate_batch([tokens], generation, batching).values()
-        with running(embedded, cfg, sparse) as served, served.client() as client:
-            answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
-            assert answer.choices[0].text == embedded.tokenizer.decode(alone.generated_tokens)
-            assert 0.3 < served.metric("sparsity") < 0.8
-            assert 0 < served.metric("selectivity") < 1
-            eventually(lambda: served.metric("cache_pages_used") == 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo3", "gemma3_text", "gpt_oss"])
-def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
-    """The longest request fits, though layers with a window and others share the pages in groups."""
-    small = small_loaded(tmp_path, family)
-    prompt = [5 + i % 50 for i in range(100)]
-    expected = greedy(small, prompt, 100)
-    cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
-    with running(small, cfg) as served, served.client() as client:
-        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, temperature=0)
-        tokenizer: Any = small.tokenizer
-        assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
-        eventually(lambda: served.metric("cache_pages_used") == 0)
-
-
-@pytest.mark.parametrize(
-    ("family", "select", "says"),
-    [
-        ("llama4_text", None, r"chunked_attention\); use msattn generate"),
-        ("gemma2", None, r"attn_logit_softcapping=2\.0 is not supported\); use msattn generate"),
-        ("gemma3_text", "quest", r"layer 0 .* window of 24 tokens\); give dense=true, or use msattn generate"),
-        ("gpt_oss", "quest", r"attention sinks are not supported\); give dense=true, or use msattn generate"),
-    ],
-)
-def test_a_model_that_cannot_be_batched_is_refused(tmp_path: Path, family: str, select: str | None, says: str) -> None:
-    small = small_loaded(tmp_path, family)
-    attached = nullcontext() if select is None else msattn.attach(small.model, select=select)
-    with (
-        pytest.raises(UserError, match=f"serve: continuous batching does not serve this model .*{says}$"),
-        attached as sparse,
-        serve.server(small, configuration(), sparse),
-    ):
-        pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("server.max_length=5000", "server.max_length=5000: the model has positions for 4096 tokens"),
-        (
-            "server.pages=3",
-            "server.pages=3: a request of 4096 tokens takes 17 pages of 256 tokens; raise it, or lower server.max",
-        ),
-        ("server.pages=100000000", "memory is too small for the KV cache .*; lower server.pages or server.batch_tokens"),
-        ("server.pages=null", r"one request of 4096 tokens takes [\d.]+ GB, and 0.00 GB are free for it; lower server"),
-    ],
-)
-def test_a_cache_that_is_not_possible_is_refused(
-    small: Loaded, override: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "free_memory", lambda: 2**20)
-    with pytest.raises(UserError, match=says), serve.server(small, configuration(override)):
-        pass
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs ``msattn serve`` in an empty folder of this process; returns (exit code, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one for the stream of this test
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end
-
-    def run(*arguments: str) -> tuple[int, str]:
-        code = exit_code("serve", "device=cpu", "--port", "0", *arguments)
-        return code, capsys.readouterr().err
-
-    return run
-
-
-@pytest.mark.slow
-def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert command("--port", port) == (
-            2,
-            f"msattn: --host 127.0.0.1 --port {port}: Address already in use; give another one, e.g. --port 0\n",
-        )
-    cases = {
-        ("--host", "no.such.host.invalid"): "--host no.such.host.invalid: ",
-        ("--port", "70000"): "--port 70000: accepted is an integer in [0, 65535]",
-        ("--port", "many"): "--port many: accepted is an integer in [0, 65535]",
-        ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
-        ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
-        ("server.pages=0",): "server.pages=0: accepted is an integer in [1, 1e9], or null",
-        ("artifacts.gate=nowhere",): "nowhere",
-    }
-    for arguments, says in cases.items():
-        code, err = command(*arguments)
-        assert (code, err.count("\n")) == (2, 1), err
-        assert says in err
-        assert "two words" not in err
-    monkeypatch.setenv("MSATTN_API_KEY", "")
-    assert command()[0] == 2
-    monkeypatch.delenv("MSATTN_API_KEY")
-    monkeypatch.setattr("msattn.trainer.serving.paged.transformers.__version__", "5.22.1")
-    assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
-    monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")
-
-
-def start(folder: Path, *arguments: str, descriptors: int | None = None) -> tuple[subprocess.Popen[str], Running]:
-    """A server in a process of its own."""
-    program = [sys.executable, "-c", "from msattn.cli import main; main()", "serve", "device=cpu", "--port", "0", *arguments]
-    if descriptors is not None:
-        program = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *program]
-    process = subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if "serving at" in line)
-    port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
-    none: Any = None
-    return process, Running(none, none, port, KEY)
-
-
-@pytest.mark.slow
-def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM while a request runs: it finishes, others get 503, exit code 0. The output has neither key nor prompt."""
-    monkeypatch.setenv("MSATTN_API_KEY", KEY)
-    process, served = start(tmp_path, "dense_below=0")
-    with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=150, temperature=0, stream=True)
-        next(iter(stream))
-        process.send_signal(signal.SIGTERM)
-        eventually(lambda: httpx.get(f"{served.url}/health").json() == {"status": "draining"})
-        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
-            client.completions.create(model="tiny", prompt="def")
-        assert caught.value.status_code == 503
-        assert len(list(stream)) > 50
-    out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
-    lines = err.splitlines()
-    assert "stopping: 1 requests have 30 s to finish" in lines[0]
-    assert re.search("POST /v1/completions 503", lines[1])
-    assert re.search("POST /v1/completions 200.*length$", lines[2])
-    assert len(lines) == 3
-    assert not out
-    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(KEY in text or "secret" in text for text in (err, *files))
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
-    process, served = start(tmp_path, "dense=true")
-    with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt="def", max_tokens=4000, temperature=0, stream=True)
-        next(iter(stream))
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        assert "a second signal ends them at once" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-    assert (process.returncode, err) == (130, "msattn: interrupted\n")
-    assert not out
-
-
-def ended(process: subprocess.Popen[str]) -> str:
-    """Ends a server and returns the rest of its stderr."""
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, err
-    return err
-
-
-@pytest.mark.slow
-def test_idle_connections_do_not_lock_the_server_out(tmp_path: Path) -> None:
-    """More than there are descriptors: the oldest make room. One line says so."""
-    process, served = start(tmp_path, "dense=true", descriptors=200)
-    with ExitStack() as stack:
-        for _ in range(260):
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
-        for _ in range(3):
-            assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-        err = ended(process)
-    (line,) = [line for line in err.splitlines() if "POST" not in line]
-    assert re.search(r"msattn: .* connections leave few of the 200 descriptors; those that wait .* make room$", line)
-
-
-@pytest.mark.slow
-def test_a_short_request_beside_clients_with_long_texts(tmp_path: Path) -> None:
-    """They leave at once. Encoding one of the texts took 5 s and 2 GB."""
-    process, served = start(tmp_path, "dense=true")
-
-    def resident() -> float:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-    def leave() -> None:
-        with suppress(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "a" * 15_900_000}, timeout=0.5)
-
-    assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-    before = resident()
-    with beside(*[leave] * 5):
-        time.sleep(0.5)
-        began = time.monotonic()
-        assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-        assert time.monotonic() - began < 5  # alone 0.3 s on an idle machine
-    assert resident() < before + 300
-    ended(process)

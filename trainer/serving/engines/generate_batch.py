@@ -196,7 +196,8 @@ def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     """Raises UserError for a value of a configuration that sparse attention cannot serve."""
     check_page_size(config.page_size, sparse)
     tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
-    require(tokens is None or tokens >= least, "max_batch_tokens", tokens, f"accepted are {least} or more, two blocks")
+    keys = "max_batch_tokens, server.batch_tokens"
+    require(tokens is None or tokens >= least, keys, tokens, f"accepted are {least} or more, two blocks")
     require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")
     compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
     require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")
