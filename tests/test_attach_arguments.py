@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import msattn
 from msattn.trainer.artifacts import SHIPPED, find
 from msattn.trainer.config.select import SCORES, select_config
+from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.models import EMBEDDED
@@ -53,7 +54,7 @@ def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
 
 def served(sparse: Sparse) -> tuple[int, int, int, frozenset[int]]:
     assert sparse.routed is not None
-    return sparse.routed.probes, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
+    return sparse.routed.budget.most, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
 
 
 @pytest.mark.slow
@@ -65,7 +66,8 @@ def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     with msattn.attach(embedded, qmodel="embedded", keys=0.02) as sparse:
         assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
         assert sparse.routed is not None
-        assert 1 < (sparse.routed.density or 0) < 20
+        assert isinstance(sparse.routed.budget, KeyShare)
+        assert 1 < sparse.routed.budget.density < 20
     ids = random_tokens(1, 700)
     calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
     assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.lsh import CollidingKeys
@@ -40,14 +41,14 @@ def generator(seed: int) -> torch.Generator:
 
 
 def decode(
-    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int, **options: Any
+    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int, budget: Any = None, **options: Any
 ) -> tuple[Tensor, Tensor, int]:
     """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
     cache, statistics = DynamicCache(), Statistics()
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = RoutedDecoding(
-        router=router, probes=probes, recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
+        router=router, budget=budget or Probes(probes), recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
         measure_recall=False, statistics=statistics, **options,
     )  # fmt: skip
     out = q
@@ -124,17 +125,17 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
     k = torch.randn(2, KV_HEADS, 200, SIZE, generator=random, dtype=torch.float64)
     q = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64)
     padding, group = torch.tensor([0, 70], dtype=torch.int32), HEADS // KV_HEADS
-    options = {"density": 1.0} if name == "classifiers by density" else {}
+    budget = KeyShare(0.1, 1.0, 3) if name == "classifiers by density" else Probes(3)
     if name in ROUTERS:
         router, alone = ROUTERS[name]([0]), ROUTERS[name]([0])
         alone.kv_heads = HEADS
     else:
         router, alone = classifiers(KV_HEADS), classifiers(HEADS)
-    expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, **options)
-    out, summed, _ = decode(router, k, q, padding, 3, independent=True, **options)
+    expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, budget)
+    out, summed, _ = decode(router, k, q, padding, 3, budget, independent=True)
     torch.testing.assert_close(out, expected)
     assert torch.equal(summed, counts.unflatten(1, (KV_HEADS, group)).sum(2))
-    shared, _, _ = decode(router, k, q, padding, 3, **options)
+    shared, _, _ = decode(router, k, q, padding, 3, budget)
     assert torch.allclose(out, shared) == (name == "window")
 
 
@@ -190,7 +191,7 @@ def test_routers_of_another_model_are_refused() -> None:
         QuestBlocks(0, [0], KV_HEADS)
     with attach(model, qmodel=QuestBlocks(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
         assert sparse.routed is not None
-        assert sparse.routed.probes == BUCKETS
+        assert sparse.routed.budget == Probes(BUCKETS)
     for router, message in (
         (QuestBlocks(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
         (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: accepted are layers from 0 to 1"),

@@ -23,7 +23,6 @@ from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import BlockRouter, num_far
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
@@ -243,14 +242,14 @@ def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
     """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
     positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, SHARE_QUERIES, device=x.q.device).round().long()
     router = routing.router
-    buckets, num_buckets = buckets_of_keys(x, router)
-    scores = bucket_scores(x, router, positions, routing.recent)  # [n, Hkv, C]
+    buckets, num_buckets = router.buckets_of_keys(x)
+    scores = router.scores_at(x, positions, routing.recent)  # [n, Hkv, C]
     keys, newest = torch.arange(x.num_keys, device=x.q.device), positions[:, None]
     far = (keys >= routing.sink) & (keys <= newest - routing.recent)  # [n, M]
     sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
     members = buckets.long().expand(len(positions), -1, -1)
     sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
-    best = router.choose(scores, router.num_buckets) if isinstance(router, BlockRouter) else scores.argsort(-1, descending=True)
+    best = router.best(scores, router.num_buckets) if isinstance(router, BlockRouter) else scores.argsort(-1, descending=True)
     read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
     read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
     probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import EvalRunConfig, SelectConfig, SparsityConfig
 from msattn.trainer.config.select import Calibrated, Multiscale, own_keys
@@ -17,12 +16,13 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
-from msattn.trainer.methods.buckets import decode_defaults, top_buckets
+from msattn.trainer.methods.buckets import decode_defaults
+from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
+from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import key_threshold, most_probes
+from msattn.trainer.methods.thresholds import key_share
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.serving.attach import attach
@@ -147,14 +147,8 @@ class BucketRoutingMethod:
 
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
-        if not isinstance(setting, float):
-            return self.router.choose(scores, setting) if isinstance(self.router, BlockRouter) else top_buckets(scores, setting)
-        assert isinstance(self.router, PREDICTING)
-        assert self.router.thresholds is not None
-        assert sizes is not None
-        threshold, most = key_threshold(self.router.thresholds, setting), most_probes(setting, self.router.num_buckets)
-        scores = far_probabilities(scores) if isinstance(self.router, BlockRouter) else scores
-        return dense_buckets(bucket_densities(scores, sizes), threshold, most)
+        budget = key_share(self.router, setting) if isinstance(setting, float) else Probes(setting)
+        return self.router.choose(scores, budget, None if sizes is None else lambda: sizes)
 
     def reads(self, setting: int | float) -> dict[str, Any]:
         """Returns the arguments of ``msattn.attach`` that say which keys are read in a setting."""

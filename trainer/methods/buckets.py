@@ -1,6 +1,7 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,22 +10,79 @@ from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer.errors import UserError
+from msattn.trainer.config.values import require
+from msattn.trainer.methods.budgets import Budget, Probability, Probes
 
 if TYPE_CHECKING:
     from msattn.trainer.config.model import ModelPresets
     from msattn.trainer.models.tap import LayerInputs
 
+Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
+
 
 class Router(nn.Module):
-    """Base class of routers by content: ``KMeans``, ``QModel``, and those without training.
+    """Base class of routers, which score the buckets of keys for a query and choose those that it reads.
 
-    Queries are those of one token, keys and queries are given before and after RoPE (``nope``: before).
+    Buckets are by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
+    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries are those of one token.
     """
 
     num_buckets: int  # of each key/value head
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # of the model
+    artifact: Any = None  # that was loaded; None for a router that was created
+
+    @abstractmethod
+    def visit(
+        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
+    ) -> Tensor:
+        """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``, -1 is none.
+
+        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window`` keys, ``[B]`` or the same
+        number for all sequences, are read anyway. With ``by_head`` each query head has buckets of its own: ``[B, Hq, L]``.
+        """
+
+    @abstractmethod
+    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+        """Returns the bucket of each key of a whole text, int32 ``[1, Hkv, M]``, and the number of buckets."""
+
+    @abstractmethod
+    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+        """Returns the bucket scores of the queries at ``positions [n]`` of a whole text: ``[n, Hkv, C]``.
+
+        ``recent`` is the number of last keys that a query always reads: of blocks, only those before are scored. With
+        ``by_head`` the result is ``[n, Hq, C]``.
+        """
+
+    def choose(self, scores: Tensor, budget: Budget, sizes: Sizes | None = None) -> Tensor:
+        """Returns the buckets that queries with bucket ``scores [B, H, C]`` read: int32 ``[B, H, L]``, -1 is none.
+
+        ``L`` depends on shapes alone. A :class:`KeyShare` needs ``sizes``, see :meth:`visit`.
+        """
+        if isinstance(budget, Probes):
+            return self.best(scores, budget.most)
+        predicted = self.probabilities(scores)
+        if isinstance(budget, Probability):
+            return dense_buckets(predicted, budget.least, budget.most)
+        assert sizes is not None
+        held = sizes()
+        held = held.repeat_interleave(scores.shape[1] // held.shape[1], 1)
+        return dense_buckets(bucket_densities(predicted, held), budget.density, budget.most)
+
+    def best(self, scores: Tensor, probes: int) -> Tensor:
+        """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``: int32 ``[B, H, L]``."""
+        return top_buckets(scores, probes)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Returns the predicted attention to the buckets, up to a factor of each row, from ``scores [B, H, C]``."""
+        return scores
+
+
+class BucketRouter(Router):
+    """Base class of routers by content: ``KMeans``, ``QModel`` and ``RandomBuckets``.
+
+    Keys and queries are given before and after RoPE (``nope``: before).
+    """
 
     @abstractmethod
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
@@ -38,17 +96,24 @@ class Router(nn.Module):
         """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
         return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        """Returns the ``probes`` buckets (0 to C) with the highest :meth:`scores`: int32 ``[B, Hkv, probes]``."""
-        return top_buckets(self.scores(layer, q_nope, q), probes)
+    def visit(
+        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
+    ) -> Tensor:
+        score = self.head_scores if by_head else self.scores
+        return self.choose(score(x.layer, x.q_nope, x.q), budget, sizes)
 
-    def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
-        """Returns the buckets whose density reaches ``threshold``, of a router whose scores are probabilities.
+    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+        return self.assign(x.layer, x.k_nope, x.k), self.num_buckets
 
-        The result is int32 ``[B, Hkv, most]``, -1 is none. ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys in the
-        buckets. Of more than ``most`` buckets, the densest are returned.
-        """
-        raise NotImplementedError
+    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+        score = self.head_scores if by_head else self.scores
+        return score(x.layer, *queries_at(x, positions))
+
+
+def queries_at(x: "LayerInputs", positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the queries at ``positions [n]`` of one text, before and after RoPE, as single tokens: ``[n, Hq, 1, D]``."""
+    q_nope, q = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q_nope, x.q))
+    return q_nope, q
 
 
 LayerIndex = Annotated[int, Interval(ge=0, lt=10_000)]
@@ -92,40 +157,9 @@ def layer_index(layers: list[int], layer: int) -> int:
 
 def top_buckets(scores: Tensor, probes: int) -> Tensor:
     """Returns the ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered."""
-    _check_probes(probes, scores.shape[-1])
+    buckets = scores.shape[-1]
+    require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets}, the number of buckets")
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
-
-
-def route(router: Router, x: "LayerInputs", probes: int, *, by_head: bool = False) -> Tensor:
-    """Returns the buckets that the newest token visits, int32 ``[B, Hkv, probes]``; none for ``probes=0``.
-
-    ``x`` holds one query of each sequence. With ``by_head`` each query head has its own buckets: ``[B, Hq, probes]``. Raises
-    UserError for more probes than there are buckets.
-    """
-    _check_probes(probes, router.num_buckets)
-    if by_head:
-        return top_buckets(router.head_scores(x.layer, x.q_nope, x.q), probes)
-    return router.probe(x.layer, x.q_nope, x.q, probes)
-
-
-def route_by_density(
-    router: Router, x: "LayerInputs", sizes: Tensor, threshold: float, most: int, *, by_head: bool = False
-) -> Tensor:
-    """Returns the buckets whose density reaches ``threshold`` for the newest token: int32 ``[B, Hkv, most]``, -1 is none.
-
-    ``x`` holds one query of each sequence. ``sizes`` int32 ``[B, Hkv, C]`` are the numbers of keys in the buckets. Each query
-    head has its own buckets with ``by_head``: ``[B, Hq, most]``.
-    """
-    if not by_head:
-        return router.probe_dense(x.layer, x.q_nope, x.q, sizes, threshold, most)
-    scores = router.head_scores(x.layer, x.q_nope, x.q)
-    sizes = sizes.repeat_interleave(scores.shape[1] // sizes.shape[1], 1)
-    return dense_buckets(bucket_densities(scores, sizes), threshold, most)
-
-
-def _check_probes(probes: int, num_buckets: int) -> None:
-    if not 0 <= probes <= num_buckets:
-        raise UserError(f"probes={probes}: accepted are 0 to {num_buckets}, the number of buckets")
 
 
 def hash32(word: Any) -> Any:

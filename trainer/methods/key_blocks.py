@@ -2,10 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from msattn.trainer.methods.buckets import Router, Sizes, queries_at
+from msattn.trainer.methods.budgets import Budget
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
@@ -13,15 +16,14 @@ if TYPE_CHECKING:
 NOT_FAR = float("-inf")  # score of a block in the dense window
 
 
-class BlockRouter(nn.Module):
-    """Chooses among the far blocks of a sequence, those with a key before the dense window."""
+class BlockRouter(Router):
+    """Chooses among the far blocks of a sequence, those with a key before the dense window.
+
+    ``num_buckets`` is the largest number of probes. Blocks that are not far have the score ``NOT_FAR``, see :func:`only_far`.
+    """
 
     block_size: int  # keys of a block; blocks are counted from the end of the left padding
-    num_buckets: int  # largest number of probes
-    layers: list[int]  # indices of the model's routed layers
-    kv_heads: int  # of the model
     pools: Sequence[str] = ()  # poolings of a block's keys before RoPE that summarize needs, see pool_blocks
-    artifact: Any = None  # that was loaded; None for a router that was created
 
     @abstractmethod
     def summarize(self, x: "LayerInputs") -> Tensor:
@@ -47,11 +49,24 @@ class BlockRouter(nn.Module):
     def visited(self, far: Tensor, probes: Tensor) -> Tensor:
         """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks; the shapes are broadcast."""
 
-    def choose(self, scores: Tensor, probes: int) -> Tensor:
-        """Returns the far blocks with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer.
+    def visit(
+        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
+    ) -> Tensor:
+        if x.cache.summaries is None:  # the dense window holds every key
+            return x.q.new_empty(len(x.q), (x.q if by_head else x.k).shape[1], 0, dtype=torch.int32)
+        return self.choose(self.far_scores(x, x.cache.summaries, window, by_head=by_head), budget, sizes)
 
-        Blocks that are not far have the score ``NOT_FAR``, see :func:`only_far`. ``L`` depends on shapes alone.
-        """
+    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+        blocks = block_of_keys(0, x.num_keys, None, self.block_size, x.k.device)
+        return blocks.expand(1, x.k.shape[1], -1).contiguous(), count_blocks(x.num_keys, self.block_size)
+
+    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+        score = self.head_scores if by_head else self.scores
+        scores = score(x.layer, self.summarize(x), *queries_at(x, positions), positions)
+        return only_far(scores, positions + 1 - recent, self.block_size)
+
+    def best(self, scores: Tensor, probes: int) -> Tensor:
+        """Returns the far blocks with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer."""
         most = int(self.visited(torch.tensor(scores.shape[-1]), torch.tensor(probes)))  # on the host
         best = scores.topk(most, dim=-1).indices
         counts = self.visited(num_far(scores), torch.full((1,), probes, device=best.device))
@@ -68,6 +83,11 @@ class BlockRouter(nn.Module):
         keys = keys - (0 if x.kv_start is None else x.kv_start)
         score = self.head_scores if by_head else self.scores
         return only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.block_size)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Returns the softmax of ``scores [B, H, P]`` over the far blocks, 0 for the others and in rows without far ones."""
+        far = scores > NOT_FAR
+        return scores.masked_fill(~far, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~far, 0)
 
 
 def count_blocks(keys: int, size: int) -> int:
@@ -94,12 +114,6 @@ def only_far(scores: Tensor, before_window: Tensor, size: int) -> Tensor:
 def num_far(scores: Tensor) -> Tensor:
     """Returns the number of far blocks of ``scores [B, H, P]``: int64 ``[B, H, 1]``."""
     return (scores > NOT_FAR).sum(-1, keepdim=True)
-
-
-def far_probabilities(scores: Tensor) -> Tensor:
-    """Returns the softmax of ``scores [B, H, P]`` over the far blocks; 0 for the others, and in rows without a far block."""
-    far = scores > NOT_FAR
-    return scores.masked_fill(~far, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~far, 0)
 
 
 def block_products(queries: Tensor, summaries: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
+from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import activity
@@ -280,7 +279,7 @@ class KeyThresholds:
 
 @torch.no_grad()
 def calibrate_keys(
-    router: Router | BlockRouter,
+    router: Router,
     teacher: "PreTrainedModel",
     chunks: Iterable[dict[str, Tensor]],
     *,
@@ -319,18 +318,17 @@ def calibrate_keys(
     return {"shares": list(SHARES), "densities": densities_of(counts.cpu())}
 
 
-def key_histogram(router: Router | BlockRouter, x: LayerInputs, recent: int, sink: int) -> Tensor:
+def key_histogram(router: Router, x: LayerInputs, recent: int, sink: int) -> Tensor:
     """Counts keys outside the dense window by log2 of their bucket's density, for queries of a prompt.
 
     Returns float64 ``[DENSITY_BINS]``.
     """
     count = min(QUERIES, x.num_keys - recent)
     positions = torch.linspace(recent, x.num_keys - 1, count, device=x.q.device).round().long()
-    (buckets,), num_buckets = buckets_of_keys(x, router)
+    (buckets,), num_buckets = router.buckets_of_keys(x)
     far = buckets.clone()
     far[:, :sink] = -1
-    scores = bucket_scores(x, router, positions, recent)
-    scores = far_probabilities(scores) if isinstance(router, BlockRouter) else scores
+    scores = router.probabilities(router.scores_at(x, positions, recent))
     sizes = bucket_sizes(buckets, positions, num_buckets)
     bins = ((bucket_densities(scores, sizes).log2() - LOWEST_DENSITY) * BINS_OF_OCTAVE).clamp(0, DENSITY_BINS - 1).long()
     far_sizes = bucket_sizes(far, positions - recent, num_buckets)
@@ -367,6 +365,11 @@ def key_threshold(table: dict[str, Any], share: float) -> float:
     if not shares[0] <= share <= shares[-1]:
         raise UserError(f"keys={share}: the router is calibrated from {shares[0]} to {shares[-1]}")
     return float(np.exp(np.interp(np.log(float(share)), np.log(shares), np.log(densities))))
+
+
+def key_share(router: Any, share: float) -> KeyShare:
+    """Returns the budget of a router with calibrated ``thresholds`` that reads a mean ``share`` of the keys; see above."""
+    return KeyShare(share, key_threshold(router.thresholds, share), most_probes(share, router.num_buckets))
 
 
 def most_probes(share: float, num_buckets: int) -> int:

@@ -13,6 +13,7 @@ from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -25,7 +26,7 @@ from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.dispatch import Dispatch
 from msattn.trainer.serving.loading import AnyRouter, check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
-from msattn.trainer.serving.reads import checked_numbers, reads_of
+from msattn.trainer.serving.reads import Reads, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
@@ -63,11 +64,7 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
         _warn_once(router.routing_warning)
     if selection is not None:
         check_selection(selection, config)
-    reads = reads_of(router, probes=options.probes, keys=options.keys, threshold=options.threshold)
-    asked = {"recent": options.recent, "sink": options.sink, "dense_layers": options.dense_layers}
-    numbers = checked_numbers(config, router, probes=reads.probes, **asked)
-    if router is not None and reads.probes is None and numbers["probes"] == router.num_buckets:
-        _warn_once(f"probes={numbers['probes']} by default: every bucket is read, so decoding is dense")
+    reads = reads_of(router, options, config)
     shard = host.shard()
     if shard.ranks > 1:
         selection, router = _of_rank(shard, given, selection, router)
@@ -76,12 +73,14 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
     routed = None
-    if router is not None:
-        break_even = _break_even(host, router, numbers, reads.share, device)
-        routed_from = break_even if dense_below is None else lambda batch: dense_below
+    if router is not None and reads is not None:
+        if reads.budget == Probes(router.num_buckets) and options.probes is options.keys is None:
+            _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
+        break_even = _break_even(host, router, reads, device)
         routed = RoutedDecoding(
-            router=router, **numbers, density=reads.density, probability=reads.probability, independent=options.independent,
-            routed_from=routed_from, measure_recall=options.measure_recall, statistics=statistics,
+            router=router, **reads._asdict(), independent=options.independent,
+            routed_from=break_even if dense_below is None else lambda batch: dense_below,
+            measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
     return Sparse(
         Dispatch(selection, routed, _dense_below(given, device) if dense_below is None else dense_below),
@@ -143,14 +142,14 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     return 0
 
 
-def _break_even(
-    host: Host, router: AnyRouter, numbers: Mapping[str, Any], share: float | None, device: torch.device
-) -> Callable[[int], int]:
+def _break_even(host: Host, router: AnyRouter, reads: Reads, device: torch.device) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
-    config, window = host.config, numbers["recent"] + numbers["sink"]
+    config, window, budget = host.config, reads.recent + reads.sink, reads.budget
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
-    if share is None and isinstance(router, DecodeGate):  # as many keys at every length
-        window, share = window + numbers["probes"] * router.block_size, 0.0
-    elif share is None:
-        share = numbers["probes"] / router.num_buckets
+    if isinstance(budget, KeyShare):
+        share = budget.share
+    elif isinstance(router, DecodeGate):  # as many keys at every length
+        window, share = window + budget.most * router.block_size, 0.0
+    else:
+        share = budget.most / router.num_buckets
     return partial(decoding_break_even, device, key_bytes, window, share)

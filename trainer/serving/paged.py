@@ -182,7 +182,9 @@ class PagedAttention:
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         buckets, number = now.state.buckets[x.layer], self.routed.router.num_buckets
-        probes = self.routed.choose(queries, lambda: paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=number))
+        probes = self.routed.router.visit(
+            queries, self.routed.budget, lambda: paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=number)
+        )
         return paged_bucket_decode(
             q, cache, buckets, probes, recent=rows.window, sink=self.routed.sink, counts=counts, **scores
         ).out.squeeze(2)

@@ -1,13 +1,14 @@
-"""Numbers of buckets and keys that new tokens read: as given, as the router's artifact records, or by default."""
+"""Keys that new tokens read: as given, as the router's artifact records, or by default."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.budgets import Budget, Probability, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.thresholds import key_threshold, most_probes
+from msattn.trainer.methods.thresholds import key_share
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.serving.loading import AnyRouter, check_router
 from msattn.trainer.serving.options import AttachOptions
@@ -17,26 +18,38 @@ MAX_TOKENS = 10**9
 SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
 
 
-def checked_numbers(config: Any, router: AnyRouter | None, **given: Any) -> dict[str, Any]:
-    """Returns the numbers of decoding with a router, {} without one.
+class Reads(NamedTuple):
+    """The budget of a router, the first and last keys that are read besides, and the layers in which every key is."""
 
-    Raises UserError if a number is out of range or has no use, or the router is for another model.
+    budget: Budget
+    recent: int
+    sink: int
+    dense_layers: tuple[int, ...]
+
+
+def reads_of(router: AnyRouter | None, options: AttachOptions, config: Any) -> Reads | None:
+    """Returns what new tokens read, None without a router.
+
+    Raises UserError if two budgets are given, one that the router cannot serve, a number that is out of range or has no use, or
+    the router is for another model.
     """
+    given = {name: getattr(options, name) for name in ("threshold", "keys", *SERVING)}
+    budgets = [f"{name}={given[name]}" for name in ("keys", "threshold", "probes") if given[name] is not None]
+    if len(budgets) > 1:
+        raise UserError(f"{budgets[0]}: {budgets[1]} is given too; give one of the two")
     if router is None:
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
-        return {}
+        return None
     check_router(router, config)
-    if router.artifact is None and given["probes"] is None:
-        given["probes"] = min(SERVING["probes"], router.num_buckets)
-    numbers, buckets, layers = serving_numbers(router, given), router.num_buckets, num_layers(config)
-    for name, least, most in (("probes", 0, buckets), ("recent", 1, MAX_TOKENS), ("sink", 0, MAX_TOKENS)):
-        what = "the number of buckets" if name == "probes" else "tokens"
-        require(least <= numbers[name] <= most, name, numbers[name], f"accepted are {least} to {most:,}, {what}")
+    defaults = SERVING if router.artifact else SERVING | {"probes": min(SERVING["probes"], router.num_buckets)}
+    numbers, layers = serving_numbers(router, given, defaults), num_layers(config)
+    for name, least in (("recent", 1), ("sink", 0)):
+        require(least <= numbers[name] <= MAX_TOKENS, name, numbers[name], f"accepted are {least} to {MAX_TOKENS:,}, tokens")
     ok = all(0 <= layer < layers for layer in numbers["dense_layers"])
     require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
-    return numbers
+    return Reads(_budget(router, options, numbers.pop("probes")), **numbers)
 
 
 def serving_numbers(
@@ -52,56 +65,26 @@ def serving_numbers(
     return {name: int(value) for name, value in found.items()} | {"dense_layers": layers}
 
 
-class Reads(NamedTuple):
-    """The number of buckets that a new token visits at most (None: not given), and what limits them to fewer.
-
-    ``share`` is the share of the keys that is asked for. Buckets are read from the ``density`` on, or blocks from the
-    ``probability`` on.
-    """
-
-    probes: int | None
-    share: float | None = None
-    density: float | None = None
-    probability: float | None = None
-
-
-def reads_of(router: AnyRouter | None, *, probes: int | None, keys: float | None, threshold: float | None) -> Reads:
-    """Returns what a new token reads by ``probes``, ``keys`` or ``threshold``.
-
-    Raises UserError if two of the three are given, the router cannot serve them, or has no thresholds for this share.
-    """
-    given = [f"{name}={value}" for name, value in (("keys", keys), ("threshold", threshold)) if value is not None]
-    if not given:
-        return Reads(probes)
-    (asked, *others) = given
-    if probes is not None or others:
-        raise UserError(f"{asked}: {others[0] if others else f'probes={probes}'} is given too; give one of the two")
-    if router is None:
-        raise UserError(f"{asked}: only decoding with a router uses it; give qmodel=")
+def _budget(router: AnyRouter, options: AttachOptions, probes: int) -> Budget:
+    """Returns the budget by ``threshold``, ``keys`` or, without them, ``probes``; UserError if the router cannot serve it."""
+    keys, threshold, buckets = options.keys, options.threshold, router.num_buckets
     if threshold is not None:
         require(0 < threshold < 1, "threshold", threshold, "accepted is a number in (0, 1)")
         if not isinstance(router, DecodeGate):
-            raise UserError(f"{asked}: needs a decode gate; other routers read probes")
-        most = int(min(1 / float(threshold), router.num_buckets))  # probabilities sum to 1
-        return Reads(most, probability=float(threshold))
-    assert keys is not None
+            raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
+        return Probability(float(threshold), int(min(1 / float(threshold), buckets)))  # probabilities sum to 1
+    if keys is None:
+        require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets:,}, the number of buckets")
+        return Probes(probes)
     if keys >= 1:
-        return Reads(_whole_blocks(router, keys))
+        if not isinstance(router, DecodeGate):
+            raise UserError(f"keys={keys}: a number of keys needs a decode gate, whose blocks are equally large")
+        size, most = router.block_size, router.block_size * buckets
+        ok = size <= keys <= most and keys == int(keys)
+        require(ok, "keys", keys, f"accepted are {size} (a block) to {most:,} keys, or a share of them")
+        return Probes(int(keys) // size)
     if not isinstance(router, QModel | DecodeGate):
-        raise UserError(
-            f"{asked}: needs a query classifier or a decode gate, which predict attention; other routers take probes"
-        )
+        raise UserError(f"keys={keys}: needs a query classifier or a decode gate, which predict attention; give probes")
     if router.thresholds is None:
-        raise UserError(f"{asked}: this router has no calibrated thresholds; train it again, or give probes")
-    density = key_threshold(router.thresholds, keys)
-    return Reads(most_probes(keys, router.num_buckets), float(keys), density=density)
-
-
-def _whole_blocks(router: AnyRouter, keys: float) -> int:
-    """Returns the number of whole blocks of a decode gate in a number of keys."""
-    if not isinstance(router, DecodeGate):
-        raise UserError(f"keys={keys}: a number of keys needs a decode gate, whose blocks are equally large")
-    size, most = router.block_size, router.block_size * router.num_buckets
-    ok = size <= keys <= most and keys == int(keys)
-    require(ok, "keys", keys, f"accepted are {size} (a block) to {most:,} keys, or a share of them")
-    return int(keys) // size
+        raise UserError(f"keys={keys}: this router has no calibrated thresholds; train it again, or give probes")
+    return key_share(router, float(keys))

@@ -5,22 +5,22 @@
     layer = x.cache                                   # a BucketLayer, from `install_layers`
     layer.assign(router, x)                           # in every forward pass, for prompts and single tokens
     if x.num_queries == 1:
-        visited = route(router, x, probes)            # int32 [B, Hkv, L]
+        visited = router.visit(x, Probes(8), sizes, window=recent)  # int32 [B, Hkv, L]
         out = decode_attention(x, visited, window=layer.window(recent), sink=sink).out
 """
 
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.bucket_decode import bucket_decode
-from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.kernels.types import BucketIndex, SparseAttention
-from msattn.trainer.methods.buckets import Router, route, route_by_density
-from msattn.trainer.methods.key_blocks import BlockRouter, far_probabilities
+from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.models.layer_attention import attention_recall, score_options, with_sinks
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
@@ -33,13 +33,11 @@ MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the d
 class RoutedDecoding:
     """Attention of new tokens over a dense window and the buckets of a router, in the routed layers."""
 
-    router: Router | BlockRouter
-    probes: int
+    router: Router
+    budget: Budget
     recent: int
     sink: int
     dense_layers: InitVar[tuple[int, ...]]
-    density: float | None = None  # from which a bucket is read, up to ``probes`` of them; None: always ``probes`` buckets
-    probability: float | None = None  # of a decode gate, from which a block is read, instead of its density
     independent: bool = False  # each query head visits buckets of its own; otherwise a query group shares them
     routed_from: Callable[[int], int]  # from a batch size to the number of keys below which dense attention is faster
     measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
@@ -88,36 +86,17 @@ class RoutedDecoding:
     def _read(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
         with self.statistics.timed("selection"):
-            visited = self._visited(x, window)
+            sizes = partial(_bucket_sizes, x)
+            visited = self.router.visit(x, self.budget, sizes, window=window, by_head=self.independent)
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
             decode = decode_query_heads if self.independent else decode_attention
             return visited, decode(x, visited, window=window, sink=self.sink, counts=counts)
 
-    def _visited(self, x: LayerInputs, window: int | Tensor) -> Tensor:
-        """Returns the buckets that one query per row visits, int32 ``[B, Hkv, L]``, with ``independent`` ``[B, Hq, L]``."""
-        if isinstance(self.router, BlockRouter):
-            return self._visited_blocks(self.router, x, window)
-        # Rows may be queries of one sequence.
-        return self.choose(x, lambda: x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1))
 
-    def choose(self, x: LayerInputs, sizes: Callable[[], Tensor]) -> Tensor:
-        """Returns the buckets that queries visit, as :meth:`_visited`; ``sizes`` returns those of buckets, ``[B, Hkv, C]``."""
-        router: Any = self.router  # no router of blocks
-        if self.density is None:
-            return route(router, x, self.probes, by_head=self.independent)
-        return route_by_density(router, x, sizes(), self.density, self.probes, by_head=self.independent)
-
-    def _visited_blocks(self, router: BlockRouter, x: LayerInputs, window: int | Tensor) -> Tensor:
-        if x.cache.summaries is None:  # the dense window holds every key
-            return x.q.new_empty(len(x.q), (x.q if self.independent else x.k).shape[1], 0, dtype=torch.int32)
-        scores = router.far_scores(x, x.cache.summaries, window, by_head=self.independent)
-        if self.probability is not None:
-            return dense_buckets(far_probabilities(scores), self.probability, self.probes)
-        if self.density is None:
-            return router.choose(scores, self.probes)
-        sizes = x.cache.index.offsets.diff(dim=-1).repeat_interleave(scores.shape[1] // x.k.shape[1], 1)
-        return dense_buckets(bucket_densities(far_probabilities(scores), sizes), self.density, self.probes)
+def _bucket_sizes(x: LayerInputs) -> Tensor:
+    """Returns the numbers of keys in the buckets, ``[B, Hkv, C]``; rows may be queries of one sequence."""
+    return x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)
 
 
 def _whole_window(x: LayerInputs, window: int | Tensor, short: Tensor | None) -> int | Tensor:

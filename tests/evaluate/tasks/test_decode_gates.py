@@ -19,7 +19,6 @@ from msattn.trainer.evaluate.methods import add_routers, without_routers
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of, write_artifact
@@ -103,9 +102,9 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: 
         dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale)
         positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
         curve = share_curve(x, routing)
-        buckets, number = buckets_of_keys(x, routing.router)
+        buckets, number = routing.router.buckets_of_keys(x)
         for probes in (0, 1, 5, BLOCKS):
-            chosen = routing.buckets(bucket_scores(x, routing.router, positions, routing.recent), probes)
+            chosen = routing.buckets(routing.router.scores_at(x, positions, routing.recent), probes)
             read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
             assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
 

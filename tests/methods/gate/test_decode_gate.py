@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
-from msattn.trainer.methods.key_blocks import far_probabilities, only_far
+from msattn.trainer.methods.key_blocks import only_far
 from msattn.trainer.methods.thresholds import calibrate_keys, key_threshold
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
@@ -110,21 +110,21 @@ def test_padding_does_not_change_scores() -> None:
         far = -(-(length - 5) // BLOCK)  # blocks with a key before the window
         torch.testing.assert_close(scores[row, :, :far], expected[:, :far])
         assert (scores[row, :, far:] == -torch.inf).all()
-        probabilities = far_probabilities(scores)[row]
+        probabilities = gate.probabilities(scores)[row]
         torch.testing.assert_close(probabilities[:, :far], expected[:, :far].softmax(-1))
         assert (probabilities[:, far:] == 0).all()
 
 
 def test_rows_without_a_far_block_read_none() -> None:
+    gate = random_decode_gate()
     scores = only_far(torch.zeros(2, 1, 3), torch.tensor([0, 20]), BLOCK)
-    probabilities = far_probabilities(scores)
+    probabilities = gate.probabilities(scores)
     assert probabilities.tolist() == [[[0, 0, 0]], [[0.5, 0.5, 0]]]
     densities = bucket_densities(probabilities, torch.full((2, 1, 3), BLOCK))
     assert densities.tolist() == [[[0, 0, 0]], [[1.5, 1.5, 0]]]
-    gate = random_decode_gate()
-    assert gate.choose(scores, 2).tolist() == [[[-1, -1]], [[0, 1]]]
-    assert gate.choose(scores, 0).shape == (2, 1, 0)
-    assert gate.choose(scores, 9).shape == (2, 1, 3)
+    assert gate.best(scores, 2).tolist() == [[[-1, -1]], [[0, 1]]]
+    assert gate.best(scores, 0).shape == (2, 1, 0)
+    assert gate.best(scores, 9).shape == (2, 1, 3)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1)])

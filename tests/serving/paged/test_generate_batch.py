@@ -18,7 +18,6 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving import paged as attention
-from msattn.trainer.serving import routed
 from msattn.trainer.serving.attach import attach
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
@@ -254,13 +253,13 @@ def test_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
     router.thresholds = {"shares": [0.1, 0.5], "densities": [1.1, 1e-9]}
     expected = [alone(model, prompt) for prompt in prompts]
-    choose, counted = routed.route_by_density, []
+    visit, counted = router.visit, []
 
-    def chosen(router: Any, x: LayerInputs, sizes: Tensor, *others: Any, **options: Any) -> Tensor:
-        counted.append((sizes, x.kv_len))
-        return choose(router, x, sizes, *others, **options)
+    def visited(x: LayerInputs, budget: Any, sizes: Any, **options: Any) -> Tensor:
+        counted.append((sizes(), x.kv_len))
+        return visit(x, budget, sizes, **options)
 
-    monkeypatch.setattr(routed, "route_by_density", chosen)
+    monkeypatch.setattr(router, "visit", visited)
     options: dict[str, Any] = {"qmodel": router, "recent": 8, "sink": 1, "dense_layers": (), "dense_below": 0}
     with attach(model, **options, keys=0.5) as sparse:
         assert together(model, sparse, prompts) == expected

@@ -15,7 +15,6 @@ from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.methods.untrained.random import Random
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
@@ -142,8 +141,8 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
 def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
     """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
     newest = torch.tensor([x.num_keys - 1], device=x.k.device)
-    visited = method.buckets(bucket_scores(x, method.router, newest, method.recent), probes)
-    return keys_read(buckets_of_keys(x, method.router)[0], newest, visited, method)[0]
+    visited = method.buckets(method.router.scores_at(x, newest, method.recent), probes)
+    return keys_read(method.router.buckets_of_keys(x)[0], newest, visited, method)[0]
 
 
 def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:

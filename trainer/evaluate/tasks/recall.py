@@ -27,7 +27,6 @@ from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.key_blocks import BlockRouter, only_far
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.methods.thresholds import bucket_sizes
 from msattn.trainer.models.families import served_layers
@@ -163,8 +162,8 @@ def bucket_recalls(
     begin = method.recent + method.sink
     count = min(cfg.eval.recall.num_queries, x.num_keys - begin)
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
-    buckets, num_buckets = buckets_of_keys(x, method.router)
-    scores_at = partial(bucket_scores, x, method.router, positions, method.recent)
+    buckets, num_buckets = method.router.buckets_of_keys(x)
+    scores_at = partial(method.router.scores_at, x, positions, method.recent)
     views: dict[tuple[str, ...], tuple[LayerInputs, Tensor, Tensor]] = {(): (x, buckets, scores_at())}
     if cfg.eval.recall.independent:
         group = x.q.shape[1] // x.k.shape[1]

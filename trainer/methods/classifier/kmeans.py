@@ -9,14 +9,14 @@ from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import Router, RouterDetails, layer_index
+from msattn.trainer.methods.buckets import BucketRouter, RouterDetails, layer_index
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
 FEW_KEYS = 64  # of a sequence, or of all decoded tokens of a pass over pages
 
 
-class KMeans(Router, artifacts.ArtifactModule):
+class KMeans(BucketRouter, artifacts.ArtifactModule):
     """Centroids of each layer and key/value head, which route by themselves.
 
     Parameters

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import Router, layer_index
+from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
+from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.1
@@ -36,7 +40,7 @@ class QModelDetails:
     thresholds: KeyThresholds | None = None
 
 
-class QModel(Router, artifacts.ArtifactModule):
+class QModel(BucketRouter, artifacts.ArtifactModule):
     """Query classifiers and the partition that they are trained for.
 
     Parameters
@@ -166,16 +170,15 @@ class QModel(Router, artifacts.ArtifactModule):
         probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries per classifier, C]
         return probs.flatten(1, 2)
 
-    def probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int) -> Tensor:
-        return self._probe(layer, q_nope, q, probes)
-
-    def probe_dense(self, layer: int, q_nope: Tensor, q: Tensor, sizes: Tensor, threshold: float, most: int) -> Tensor:
-        return self._probe(layer, q_nope, q, min(most, self.num_buckets), sizes=sizes, threshold=threshold)
-
-    def _probe(self, layer: int, q_nope: Tensor, q: Tensor, probes: int, **density: Any) -> Tensor:
-        queries = (q if self.rope else q_nope)[:, :, -1:]
-        weights = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
-        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=probes, **density)
+    def visit(
+        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
+    ) -> Tensor:
+        if by_head or isinstance(budget, Probability):
+            return super().visit(x, budget, sizes, window=window, by_head=by_head)
+        queries = (x.q if self.rope else x.q_nope)[:, :, -1:]
+        weights = self._folded_weights(layer_index(self.layers, x.layer), queries.dtype)
+        density: dict[str, Any] = {"sizes": sizes(), "threshold": budget.density} if isinstance(budget, KeyShare) else {}
+        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=budget.most, **density)
 
     def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.

@@ -5,12 +5,13 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from msattn.kernels.common.checks import first_query
 from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
@@ -41,7 +42,7 @@ class UntrainedScorer:
         return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
 
 
-class UntrainedRouter(nn.Module):
+class UntrainedRouter(Router):
     """A router that is created for a model instead of loaded.
 
     Parameters
@@ -56,7 +57,6 @@ class UntrainedRouter(nn.Module):
     """
 
     method: ClassVar[Method]
-    artifact = None
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
         super().__init__()

@@ -79,9 +79,9 @@ class CollidingKeys(UntrainedBlocks):
         """Returns the largest of :meth:`head_scores` in each query group: fp32 ``[B, Hkv, M]``."""
         return self.head_scores(layer, summaries, q_nope, q, positions).unflatten(1, (self.kv_heads, -1)).amax(2)
 
-    def choose(self, scores: Tensor, probes: int) -> Tensor:
+    def best(self, scores: Tensor, probes: int) -> Tensor:
         """Returns the keys with the highest positive ``scores [B, H, M]``: int32 ``[B, H, L]``, -1 where a row has fewer."""
-        chosen = super().choose(scores, probes)
+        chosen = super().best(scores, probes)
         return chosen.masked_fill(scores.gather(-1, chosen.clamp(min=0).long()) <= 0, -1)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
-from msattn.trainer.methods.buckets import Router, hash32
+from msattn.trainer.methods.buckets import BucketRouter, hash32
 from msattn.trainer.methods.untrained.base import UntrainedRouter, UntrainedScorer
 from msattn.trainer.models.families import num_kv_heads
 
@@ -34,7 +34,7 @@ class Random(UntrainedScorer):
         return normalize_rows(torch.rand(shape, generator=generator, device=x.q.device) * visible)
 
 
-class RandomBuckets(UntrainedRouter, Router):
+class RandomBuckets(UntrainedRouter, BucketRouter):
     """A key's bucket is a hash of its bits, and so are a query's scores of the buckets.
 
     Hashes depend on ``seed``, layer and bits alone. Rounding, which differs between batches, gives a key another bucket.

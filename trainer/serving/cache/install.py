@@ -16,7 +16,7 @@ from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, Bucke
 
 def install_layers(
     cache: Cache,
-    router: Router | BlockRouter | None,
+    router: Router | None,
     *,
     num_layers: int,
     served: Sequence[int] | None = None,
@@ -42,7 +42,7 @@ def install_layers(
         cache.layers[number] = fresh
 
 
-def _new_layer(router: Router | BlockRouter | None, rebuild_every: int) -> GrowingLayer:
+def _new_layer(router: Router | None, rebuild_every: int) -> GrowingLayer:
     if router is None:
         return GrowingLayer()
     if isinstance(router, BlockRouter):

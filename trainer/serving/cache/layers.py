@@ -191,7 +191,7 @@ class BucketLayer(GrowingLayer):
         assert self._order.memory is not None
         return BucketIndex(self._offsets, self._order.memory)
 
-    def assign(self, router: Router | BlockRouter, x: LayerInputs, rotation: Rotation | None = None) -> None:
+    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
         """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's

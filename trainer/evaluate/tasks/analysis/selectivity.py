@@ -17,7 +17,6 @@ from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.tasks.recall import LayerRecall, MethodRecall
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.probing import bucket_scores, buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
 
 ORACLE = Method("exact top keys", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
@@ -98,8 +97,8 @@ class LayerReads:
         routed = {}
         for routing in routings:
             if x.layer in routing.router.layers:
-                buckets = buckets_of_keys(x, routing.router)[0][0]
-                scores = bucket_scores(x, routing.router, positions.to(x.q.device), routing.recent)
+                buckets = routing.router.buckets_of_keys(x)[0][0]
+                scores = routing.router.scores_at(x, positions.to(x.q.device), routing.recent)
                 powers = max(1, routing.router.num_buckets.bit_length() - 1)  # up to half of the buckets
                 routed[routing.method] = RoutedKeys([2**i for i in range(powers)], buckets, scores)
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))

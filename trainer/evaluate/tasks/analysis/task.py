@@ -25,7 +25,6 @@ from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selec
 from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.probing import buckets_of_keys
 from msattn.trainer.models.tap import LayerInputs
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def run(job: Job) -> list[EvalRow]:
         if x.layer not in planes.measured:
             planes.add(x)
         for routing in compared_sizes(routings, x.layer):
-            buckets = buckets_of_keys(x, routing.router)[0][0, heads, 1:]
+            buckets = routing.router.buckets_of_keys(x)[0][0, heads, 1:]
             sizes.heldout[routing.method, x.layer].append(buckets.cpu())
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:
