@@ -87,7 +87,6 @@ def test_every_option_composes(group: str) -> None:
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "gate.loss=mze: accepted are mse, kl, smooth_l1 (did you mean mse?)"),
         ("train-gate", "gate.target=sum", "gate.target=sum: accepted are max, mass, mean_mass"),
-        ("train-gate", "gate=decode gate.target=mass", "gate.target=mass: accepted is max with gate.phase=decode"),
         ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: accepted with gate.phase=decode alone"),
         ("train-gate", "gate.q_pool=[avg,avg]", "gate.q_pool=['avg', 'avg']: one or more of avg, max, min, each once"),
         ("train-gate", "train.steps=0", "train.steps=0: accepted is an integer in [1, 1e7]"),

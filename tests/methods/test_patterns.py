@@ -9,7 +9,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import calibrate_blocks
+from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.a_shape import AShape, falling, measure_spans
 from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
@@ -136,7 +136,9 @@ def test_calibrated_spans_follow_the_profiles_of_the_heads():
     reach = torch.tensor([0.5, 1, 2, 8])[:, None]
     profile = falling(torch.cat([torch.full((4, 1), 0.2), (-torch.arange(40) / reach).exp()], dim=1)).expand(2, -1, -1)
     shape = AShape(BLOCK, profile)
-    table = calibrate_blocks({"a_shape": shape}, model, [{"input_ids": row} for row in ids], floor=0)["a_shape"]
+    table = calibrate_blocks({"a_shape": shape}, model, [{"input_ids": row} for row in ids], allocation=Allocation(0))[
+        "a_shape"
+    ]
     cfg = SelectConfig("calibrated", scores="a_shape", block_size=BLOCK, sparsity=0.6)
     mask = Selection.from_config(cfg, scorer=shape, thresholds=table).blocks(layer_inputs(640))[0]
     spans = torch.stack([window_length(mask[h, 39]) for h in range(4)])

@@ -123,9 +123,9 @@ class GateConfig:
     )
     qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
     target: Annotated[Text, OneOf(TARGETS)] = key(
-        "prefill: how the block map that gates learn is pooled: max (the paper), a block's largest probability; mass, the sum "
-        "over its keys, largest over the row block's queries; mean_mass, this sum's mean over the queries",
-        default="max",
+        "prefill: how the block map that gates learn is pooled: mass, the sum of probabilities over a block's keys, largest "
+        "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability",
+        default="mass",
     )
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
     skip_rows: TokensOrZero = key("first row blocks that the loss leaves out", default=0)
@@ -145,9 +145,7 @@ class GateConfig:
         for name, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
             require(len(set(pools)) == len(pools), name, pools, f"one or more of {', '.join(POOLINGS)}, each once")
         require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
-        prefill = self.phase == "prefill"
-        require(prefill or self.target == "max", "gate.target", self.target, "accepted is max with gate.phase=decode")
-        allowed = not prefill or not self.qk_norm
+        allowed = self.phase == "decode" or not self.qk_norm
         require(allowed, "gate.qk_norm", self.qk_norm, "accepted with gate.phase=decode alone")
 
 

@@ -26,10 +26,10 @@ from msattn.trainer.methods.key_blocks import BlockRouter, num_far
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
-    FLOOR,
     KEY_CALIBRATION_CHUNKS,
     SHORT_ROWS,
     SPARSITIES,
+    allocation_of,
     calibrate_blocks,
     calibrate_keys,
     key_threshold,
@@ -184,9 +184,9 @@ class _Kept:
             return np.array([[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]])
 
         def table(name: str) -> dict[str, Any]:
-            array = self.array("thresholds", [identities[name], *always, FLOOR], lambda: fits(name))
+            array = self.array("thresholds", [identities[name], *always], lambda: fits(name))
             layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in array.tolist()]
-            return {"floor": FLOOR, "sparsities": list(SPARSITIES), "layers": layers}
+            return {"floor": allocation_of(scorers[name]).floor, "sparsities": list(SPARSITIES), "layers": layers}
 
         return {name: table(name) for name in identities}
 

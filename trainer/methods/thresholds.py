@@ -1,9 +1,11 @@
 """Calibrated thresholds: a given share of the blocks or keys on average, more where it pays and less elsewhere.
 
-Blocks of prompts. Top-k reads the same share in each row of each head. Here top-k reads only a part of that share (``FLOOR``),
-and a threshold per layer adds the blocks with a high score: many where attention is flat, few where it is sharp. The threshold
-that keeps the share depends on the number of visible blocks ``v`` of a row in two ways: the scores of a row sum to 1, and the
-blocks that are always read are a larger part of a shorter row's share, in some all of it (``v <= above``). It is
+Blocks of prompts. Top-k reads the same share in each row of each head. Here top-k reads only a part of that share (its floor),
+and a threshold adds the blocks with a high score: many where attention is flat, few where it is sharp. Gates have one threshold
+for all layers, so that the share is a mean over layers, too; scores of methods without training differ in scale from layer to
+layer, and have one for each (:class:`Allocation`). The threshold that keeps the share depends on the number of visible blocks
+``v`` of a row in two ways: the scores of a row sum to 1, and the blocks that are always read are a larger part of a shorter
+row's share, in some all of it (``v <= above``). It is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
@@ -22,11 +24,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from accelerate.utils import reduce
+from accelerate.utils import reduce as reduce_over_ranks
 from annotated_types import Interval, Len
 from torch import Tensor
 from torch.nn import functional as F
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CALIBRATION_CHUNKS = 8  # chunks that thresholds are measured on
-FLOOR = 0.75  # with less, late rows of long prompts lose blocks that hold the answer; 1 is plain top-k
 SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 1000  # each 0.03 wide in log2
@@ -62,6 +64,17 @@ PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
 MOST_PROBES = 4  # times the number of buckets that hold the share, if all are equally large
 
 Share = Annotated[float, Interval(ge=0, le=1)]
+
+
+class Allocation(NamedTuple):
+    """A way to share out the blocks that are read: ``floor`` is the part of its top-k share that each row reads in any case.
+
+    Below 0.75 late rows of long prompts lose blocks that hold the answer, if layers have thresholds of their own. ``pooled``:
+    all layers have the same threshold.
+    """
+
+    floor: float = 0.75
+    pooled: bool = False
 
 
 class RowThreshold(NamedTuple):
@@ -149,7 +162,7 @@ def calibrate_blocks(
     chunks: Iterable[dict[str, Tensor]],
     *,
     always: AlwaysRead = SINK_AND_LOCAL,
-    floor: float = FLOOR,
+    allocation: Allocation | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Returns thresholds on the scores of each layer for a grid of mean sparsities, of all ``scorers`` in one dense pass.
 
@@ -158,13 +171,14 @@ def calibrate_blocks(
     scorers : sources of block scores by name, of gates (``GateScores``) or of methods without training.
     chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     always : blocks that each row reads in any case.
-    floor : part of its top-k share that each row reads regardless of the threshold, in [0, 1].
+    allocation : of all scorers; None: that of each.
 
     Returns
     -------
     dict
         For each name, the fields of :class:`BlockThresholds`.
     """
+    allocations = {name: allocation or allocation_of(scorer) for name, scorer in scorers.items()}
     found: dict[tuple[str, int], _Histograms] = {}
     served = always._replace(short_rows=SHORT_ROWS)
 
@@ -172,15 +186,27 @@ def calibrate_blocks(
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
             scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
-            added = block_histograms(scores, candidates.rows(slice(-1)), floor)
+            added = block_histograms(scores, candidates.rows(slice(-1)), allocations[name].floor)
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
 
     _visit(teacher, chunks, add, f"calibrating the thresholds of {', '.join(scorers)}")
-    found = cast(dict, reduce(found, "sum"))  # over ranks
+    found = cast(dict, reduce_over_ranks(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
-    fits = {name: [fit_thresholds(found.get((name, layer)), always) for layer in layers] for name in scorers}
-    return {name: {"floor": floor, "sparsities": list(SPARSITIES), "layers": fits[name]} for name in scorers}
+    tables = {}
+    for name, (floor, pooled) in allocations.items():
+        counts = [found.get((name, layer)) for layer in layers]
+        if pooled:
+            total = reduce(_Histograms.plus, filter(None, counts))
+            counts = [each and total for each in counts]
+        fits = [fit_thresholds(each, always) for each in counts]
+        tables[name] = {"floor": floor, "sparsities": list(SPARSITIES), "layers": fits}
+    return tables
+
+
+def allocation_of(scorer: "Scorer") -> Allocation:
+    """Returns the attribute ``allocation`` of a scorer, or the default without one."""
+    return getattr(scorer, "allocation", Allocation())
 
 
 def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _Histograms:
@@ -312,7 +338,7 @@ def calibrate_keys(
             counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
 
     _visit(teacher, chunks, add, "calibrating the thresholds of bucket densities")
-    counts = cast(Tensor, reduce(counts, "sum"))  # over ranks: integers, so the order does not change the sum
+    counts = cast(Tensor, reduce_over_ranks(counts, "sum"))  # over ranks: integers, so the order does not change the sum
     if not counts.any():
         raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")
     return {"shares": list(SHARES), "densities": densities_of(counts.cpu())}

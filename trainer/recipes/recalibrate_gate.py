@@ -1,26 +1,33 @@
 """Measures the thresholds of a trained gate anew, which ``select=calibrated`` reads, and writes them into its artifact.
 
 ``python -m msattn.trainer.recipes.recalibrate_gate FOLDER OVERRIDES`` takes the overrides of ``msattn train-gate`` that name
-the model and its training text. It serves gates whose artifacts were written by earlier versions.
+the model and its training text. It serves gates whose artifacts were written by earlier versions, and comparisons of ways to
+share out the blocks (``--by-layer``, ``--floor``) on copies of an artifact.
 """
 
 from typing import Any
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.errors import run_program
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.errors import UserError, run_program
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.train import gate_thresholds
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation
 from msattn.trainer.recipes import argument_parser
+
+OWN = GateScores.allocation
 
 
 def main() -> None:
     """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact."""
     parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate anew.")
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
+    parser.add_argument("--by-layer", action="store_true", help="a threshold for each layer instead of one for all")
+    parser.add_argument("--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads, 0 to 1")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
     args = parser.parse_args()
+    if not 0 <= args.floor <= 1:
+        raise UserError(f"--floor={args.floor:g}: accepted are numbers from 0 to 1")
     cfg: Any = compose("train-gate", args.overrides)
     gate = Gate.load(args.folder)
     assert gate.artifact is not None
@@ -29,7 +36,8 @@ def main() -> None:
     artifacts.check_model(manifest, loaded.fingerprint, strict=True)
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
     gate.to(loaded.model.device)
-    gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))])
+    allocation = Allocation(args.floor, pooled=not args.by_layer)
+    gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))], allocation)
     facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
     content = {"tensors": gate.artifact.tensors, "config": gate.artifact.config, "details": gate.details()}
     artifacts.write(gate.artifact.path, kind="gate", overwrite=True, **content, **facts)

@@ -17,8 +17,9 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
+from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import calibrate_blocks
+from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -274,7 +275,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, chunks, floor=floor)["gate"]
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, chunks, allocation=Allocation(floor))["gate"]
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
     candidates = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU)
     long = candidates.visible[..., 16:, :]
@@ -285,6 +286,19 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
         assert (TopK(sparsity=min(1 - (1 - sparsity) * floor, 0.9999))(GateScores(gate)(x), candidates) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
+
+
+def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
+    model, gate, ids = tiny_model(initializer_range=0.3), noisy_gate(config(), std=0.2), topical_tokens(4, 40, seed=2)
+    with torch.no_grad():  # flat scores in the last layer, which then reads more
+        gate.layers[1].query_weight.mul_(0.5)
+    gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
+    assert gate.thresholds["layers"][0] == gate.thresholds["layers"][1]
+    selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.7), gate)
+    long = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU).visible[..., 16:, :]
+    read = [selection.blocks(x)[..., 16:, :].sum() / (long.sum() * 16) for x in inputs_of_layers(model, ids)]
+    assert sum(read) / 2 == pytest.approx(0.3, abs=0.02)
+    assert read[1] > read[0] + 0.02
 
 
 def test_sparsity_beyond_the_calibration_is_refused():

@@ -24,7 +24,7 @@ from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
-from msattn.trainer.methods.thresholds import BlockThresholds, FixedThresholds
+from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
@@ -229,7 +229,10 @@ class Gate(GateArtifact):
             If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
-        details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
+        stored = artifact.manifest["details"]
+        if isinstance(stored.get("gate"), dict):
+            stored["gate"].setdefault("target", "max")  # of gates before version 0.2
+        details = checked(stored, GateDetails, f"artifact {path}: details")
         thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
         if isinstance(thresholds, FixedThresholds):
             print_once(
@@ -339,6 +342,7 @@ class GateScores:
     """
 
     method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
+    allocation: ClassVar = Allocation(floor=0.5, pooled=True)
     gate: Gate
 
     @property

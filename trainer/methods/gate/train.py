@@ -17,7 +17,7 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks, calibrate_keys
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, calibrate_blocks, calibrate_keys
 from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
@@ -81,9 +81,11 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
     return calibrate_keys(gate, loaded.model, items, **window)
 
 
-def gate_thresholds(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def gate_thresholds(
+    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
+) -> dict[str, Any]:
     """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.thresholds.calibrate_blocks`."""
-    return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always)["gate"]
+    return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always, allocation=allocation)["gate"]
 
 
 def _train(

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Oracle(UntrainedScorer):
-    """Scores blocks by the true block map (max-pooled attention probabilities), the default target of gates."""
+    """Scores blocks by the true block map of ``gate.target=mass``, the default target of gates."""
 
     method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        return normalize_rows(block_map(x, self.block_size).pooled)
+        return normalize_rows(block_map(x, self.block_size, "mass").pooled)
 
 
 scorer = Oracle
