@@ -8,10 +8,11 @@ import pytest
 import torch
 import yaml
 
-from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, content_hash, read, write
+from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, read, write
 from msattn.trainer.artifacts.manifest import checksum
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage import replace
+from msattn.trainer.storage.hashes import content_hash
 
 MODEL = {
     "id": "someone/some-model",

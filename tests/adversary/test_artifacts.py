@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.artifacts import SHIPPED, content_hash
+from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.artifacts.manifest import checksum, describe_tensor
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.attach import attach, load
+from msattn.trainer.storage.hashes import content_hash
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
 from tests.adversary.tries import Tries, spread
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from msattn.trainer.errors import Terminated
-from msattn.trainer.training.parts import SETTINGS, FinishedParts
+from msattn.trainer.storage.parts import SETTINGS, FinishedParts
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
 from tests.adversary.tries import Tries, spread
 from tests.training.test_checkpoints_survive import TRAIN as LONGER

@@ -1,7 +1,5 @@
 """The token cache: the same tokens with and without it, one computation for all readers, and recovery from damage."""
 
-import hashlib
-import json
 import os
 import threading
 import time
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig
@@ -180,14 +177,6 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path, monkeypatch: 
         read(key)
     assert made == ["a", "b", "c", "d", "b"], "b was the least recently used one when d came"
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
-
-
-def test_the_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    identity, array = {"text": "a"}, np.arange(3, dtype=np.uint16)
-    name = f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.safetensors"
-    stored = hashlib.sha256(f"{name} uint16 (3,)".encode() + array.tobytes()).hexdigest()
-    save_file({"array": array}, tmp_path / name, metadata={"hash": stored})
-    assert cached(str(tmp_path), "tokens", lambda: identity, lambda: 1 / 0).tolist() == [0, 1, 2]
 
 
 def test_quick_work_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

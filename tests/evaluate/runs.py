@@ -83,5 +83,5 @@ def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]
 def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: ComparedMethods) -> list[EvalRow]:
     """The rows of a task that a test runs by itself."""
     with TemporaryDirectory() as folder:
-        kept = PartialRows(Path(folder) / "rows.jsonl", {}, resume=False)
+        kept = PartialRows(Path(folder) / "rows", {}, resume=False)
         return task.run(Job(loaded, cfg, methods, Progress(), kept))

@@ -90,7 +90,7 @@ def test_a_failed_run_keeps_earlier_results(tmp_path: Path, text: str, monkeypat
     monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
-    assert {path.name for path in (tmp_path / "rand" / "base").iterdir()} == {"eval", "eval.partial"}
+    assert {path.name for path in (tmp_path / "rand" / "base").iterdir()} == {"eval", "eval.rows"}
     assert (tmp_path / "rand" / "base" / "eval" / "results.json").read_bytes() == before
 
 

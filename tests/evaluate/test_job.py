@@ -61,7 +61,7 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
     """It stops in the middle of each task in turn."""
     whole = rows_of(evaluate(tasks_of(text, tmp_path / "whole")))
     cfg = tasks_of(text, tmp_path / "stopped")
-    partial = tmp_path / "stopped" / "rand" / "base" / "eval.partial"
+    partial = tmp_path / "stopped" / "rand" / "base" / "eval.rows"
     measured = []
     for module, name in ((perplexity, "measure"), (needle, "prefill_samples"), (needle, "decode_samples"), (ruler, "answer")):
         once, calls = getattr(module, name), 0
@@ -86,39 +86,25 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
 
 
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
-    path, settings = tmp_path / "rows.jsonl", {"seed": 0, "eval.ruler": {"lengths": (1, 2)}}
-    kept = PartialRows(path, settings, resume=True)  # there is nothing to resume
+    folder, settings = tmp_path / "rows", {"seed": 0, "eval": {"ruler": {"lengths": (1, 2)}}}
+    kept = PartialRows(folder, settings, resume=True)  # there is nothing to resume
     assert kept.get("ruler", 4096) is None
     assert kept.add([ROW, ROW], "ruler", 4096, "gate") == [ROW, ROW]
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"key": "cut off by a k')
-    again = PartialRows(path, settings, resume=True)
+    again = PartialRows(folder, settings, resume=True)
     assert again.get("ruler", 4096, "gate") == [ROW, ROW]
     assert len(again) == 2
     assert again.get("ruler", "4096", "gate") is None
-    assert path.read_bytes() == whole
-    assert len(PartialRows(path, settings, resume=False)) == 0
-    assert len(path.read_text().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"seed": 1}\n', "seed=1, not 0; use the same settings, or resume=false"),
-        ('{"seed": 0, "dtype": "float32"}\n', "has dtype=float32, not None"),
-        ("no json\n", "cannot be read"),
-        ("[1]\n", "cannot be read"),
-        ('{"seed": 0}\n{"key": "a"}\n', "cannot be read"),
-        ('{"seed": 0}\n{"key": "a", "rows": [{"interval": null, "task": "ruler"}]}\n', "cannot be read"),
-        ("\0\udcff\n", "cannot be read"),
-    ],
-)
-def test_what_cannot_be_resumed_is_refused_and_stays(content: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match=message):
-        PartialRows(path, {"seed": 0}, resume=True)
-    assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
+    for other, message in (
+        ({"seed": 1}, "seed=0, not 1"),
+        ({"eval": {"ruler": {"lengths": [1]}}}, r"lengths=\[1, 2\], not \[1\]"),
+    ):
+        with pytest.raises(UserError, match=f"{message}; use the same settings, or resume=false"):
+            PartialRows(folder, settings | other, resume=True)
+    (part,) = folder.glob("*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1])
+    assert len(PartialRows(folder, settings, resume=True)) == 0, "a damaged file is measured again"
+    again.add([ROW], "needle")
+    assert len(PartialRows(folder, settings, resume=False)) == 0
 
 
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from msattn.trainer.artifacts import check_writable
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage import replace
+from msattn.trainer.storage.parts import FinishedParts
 from msattn.trainer.storage.replace import clean_up, replace_file, replace_folder
-from msattn.trainer.training.parts import FinishedParts
 
 
 def test_a_linked_folder_is_refused_each_time_and_stays(tmp_path: Path) -> None:

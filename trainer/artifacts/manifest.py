@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Interval, Len
 from torch import Tensor
 
@@ -97,16 +96,6 @@ def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> di
         raise UserError(f"artifact {path}: kind={manifest['kind']!s:.60}: accepted is {kind or ', '.join(KINDS)}")
     checked(manifest, Manifest, where)
     return manifest
-
-
-def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def checksum(manifest: Mapping[str, Any], config: str) -> str:

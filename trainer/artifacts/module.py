@@ -7,9 +7,10 @@ from torch import nn
 
 from msattn.trainer.artifacts.folders import is_hub_id
 from msattn.trainer.artifacts.hub import download, push
-from msattn.trainer.artifacts.manifest import Artifact, content_hash
+from msattn.trainer.artifacts.manifest import Artifact
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage.hashes import content_hash
 
 
 class ArtifactModule(nn.Module):

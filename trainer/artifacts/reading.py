@@ -16,13 +16,12 @@ from msattn.trainer.artifacts.manifest import (
     WEIGHTS,
     Artifact,
     checksum,
-    content_hash,
     describe_tensor,
     read_manifest,
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_text, root_of_links
-from msattn.trainer.storage.hashes import DamagedFile, read_hashed
+from msattn.trainer.storage.hashes import DamagedFile, content_hash, read_hashed
 
 MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
 ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
@@ -90,7 +89,7 @@ def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
 
 def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
-        tensors, _ = read_hashed(folder / WEIGHTS, None)
+        tensors, _ = read_hashed(folder / WEIGHTS)
     except (FileNotFoundError, DamagedFile) as error:
         raise UserError(f"artifact {path}: {WEIGHTS} is damaged ({' '.join(str(error).split())})") from error
     found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}

@@ -21,12 +21,11 @@ from msattn.trainer.artifacts.manifest import (
     MANIFEST,
     WEIGHTS,
     checksum,
-    content_hash,
     describe_tensor,
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import finite
-from msattn.trainer.storage.hashes import save_tensors
+from msattn.trainer.storage.hashes import content_hash, save_tensors
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
 

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from msattn.trainer.errors import UserError, first_line, free_space, print_once
-from msattn.trainer.storage.hashes import DamagedFile, Digest, read_hashed, write_hashed
+from msattn.trainer.storage.hashes import DamagedFile, read_hashed, write_hashed
 from msattn.trainer.storage.lock import locked_in_turn
 
 LEAST_SECONDS = 1.0  # what takes less is made again rather than kept
@@ -74,7 +73,7 @@ def _key(identity: Callable[[], Any | None]) -> str | None:
 def _read(path: Path) -> tuple[np.ndarray | None, str]:
     """Returns the array in a file, or None and, if there is a file, the damage."""
     try:
-        tensors, _ = read_hashed(path, _digest(path))
+        tensors, _ = read_hashed(path, path.name)
     except FileNotFoundError:
         return None, ""
     except DamagedFile as error:
@@ -84,25 +83,13 @@ def _read(path: Path) -> tuple[np.ndarray | None, str]:
     return tensors["array"].numpy(), ""
 
 
-def _digest(path: Path) -> Digest:
-    """Returns the hash of an array and of the name of its file, so that no file stands in for another."""
-
-    def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-        array = tensors["array"].numpy()
-        content = hashlib.sha256(f"{path.name} {array.dtype} {array.shape}".encode())
-        content.update(np.ascontiguousarray(array).data)
-        return content.hexdigest()
-
-    return digest
-
-
 def _write(path: Path, array: np.ndarray, what: str, quiet: bool) -> None:
     if array.nbytes > MOST_BYTES:
         print_once(f"the {what} take {array.nbytes / 1e9:.1f} GB and are not kept")
         return
     try:
         _make_room(path.parent, array.nbytes)
-        write_hashed(path, {"array": torch.from_numpy(array)}, {}, _digest(path))
+        write_hashed(path, {"array": torch.from_numpy(array)}, path.name)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         print_once(f"warning: {path} cannot be written ({reason}; {free_space(path)}); the {what} are not kept")

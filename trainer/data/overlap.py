@@ -37,7 +37,7 @@ def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
 
     def identity() -> list[object] | None:
         sources = [source_identity(train, heldout=False), source_identity(heldout, heldout=True)]
-        return None if None in sources else ["overlap", WINDOW, SAMPLED, STREAMED, *sources]
+        return None if None in sources else ["shared windows", WINDOW, SAMPLED, STREAMED, *sources]
 
     def count() -> np.ndarray:
         return np.array(shared_windows(_compared(train, heldout=False), _compared(heldout, heldout=True)))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,12 +14,10 @@ from msattn.trainer import artifacts, data
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
-from msattn.trainer.errors import UserError, write_error
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
-from msattn.trainer.storage.replace import replace_file
-from msattn.trainer.training.checkpoints import check_settings, flatten_settings
+from msattn.trainer.storage.parts import FinishedParts
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.methods import ComparedMethods
@@ -30,29 +29,18 @@ CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
 
 
 class PartialRows:
-    """Measured rows in a file of JSON lines: the settings of the evaluation, then rows under the key of their measurement.
+    """Measured rows on disk, by the key of their measurement, so that an interrupted evaluation can be resumed.
 
-    With ``resume`` the rows of an interrupted evaluation are used, otherwise deleted. Raises UserError if that evaluation had
-    other settings, or the file cannot be read or written. The caller holds the lock of the folder of the results.
+    Without ``resume`` those of an earlier evaluation are deleted. Settings, damage and errors are as in
+    :class:`~msattn.trainer.storage.parts.FinishedParts`. The caller holds the lock of the folder of the results.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
-        self.path = path
-        self._rows: dict[str, list[EvalRow]] = {}
-        now = json.loads(json.dumps(settings))
-        lines = _lines(path) if resume else []
-        try:
-            if lines:
-                check_settings(f"the evaluation in {path}", lines[0], now)
-            self._rows = {line["key"]: [_row(each) for each in line["rows"]] for line in lines[1:]}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise _damaged(path, error) from error
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(path) as new:  # without the end of a line that a killed process began
-                new.write_text("".join(map(_line, [now, *lines[1:]])), encoding="utf-8")
-        except OSError as error:
-            raise write_error(path, error) from error
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._parts = FinishedParts(folder, settings, resume=resume)
+        notes = (self._parts.load(name)[1] for name in self._parts)
+        self._rows = {key: [_row(each) for each in rows] for key, rows in notes}
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
@@ -69,16 +57,13 @@ class PartialRows:
         """Writes the rows of a measurement, and returns them."""
         name = _name(key)
         self._rows[name] = rows
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line({"key": name, "rows": [asdict(row) for row in rows]}))
-        except OSError as error:
-            raise write_error(self.path, error) from error
+        part = hashlib.sha256(name.encode()).hexdigest()[:32]
+        self._parts.save(part, {}, [name, [asdict(row) for row in rows]])
         return rows
 
     def remove(self) -> None:
-        """Deletes the file, once the results are written."""
-        self.path.unlink(missing_ok=True)
+        """Deletes the rows, once the results are written."""
+        self._parts.remove()
 
 
 class Measurement(NamedTuple):
@@ -123,30 +108,10 @@ class Job:
 def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> dict[str, Any]:
     """Returns what the rows of an evaluation depend on, under the names of the command line."""
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
-    groups = {key: value for key, value in given.items() if isinstance(value, dict)}
-    model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | groups.pop("model")
+    model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | given["model"]
     hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
-    alone = {key: value for key, value in given.items() if key not in groups and key != "model"}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
-    content = {"version": __version__, "texts": texts_hash(cfg)}
-    return alone | device | content | flatten_settings(**groups | {"model": model, "hash": hashes})
-
-
-def _line(value: Any) -> str:
-    return json.dumps(value) + "\n"
-
-
-def _lines(path: Path) -> list[Any]:
-    """Returns the objects of the whole lines of a file, none if there is no file."""
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> UserError:
-    return UserError(f"resume=true: {path} cannot be read ({error}); resume=false starts again")
+    return given | device | {"version": __version__, "texts": texts_hash(cfg), "model": model, "hash": hashes}
 
 
 def _name(key: tuple[Any, ...]) -> str:

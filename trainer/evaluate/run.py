@@ -73,7 +73,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     _check_sizes(cfg, loaded, found)
     samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
     # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
-    kept = PartialRows(folder.with_name("eval.partial"), settings_of(cfg, loaded, found), resume=cfg.resume)
+    kept = PartialRows(folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume)
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     found.notes.extend(calibration.unreachable_notes(found, cfg))

@@ -30,7 +30,7 @@ from msattn.trainer.methods.selection import always_read
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
-from msattn.trainer.training.checkpoints import TrainingResult, flatten_settings
+from msattn.trainer.training.checkpoints import TrainingResult
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -126,9 +126,8 @@ def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, g
     """Returns the settings, besides ``train``, that must be the same when training resumes."""
     gate_hash = gate.artifact.manifest["content_hash"] if gate is not None and gate.artifact else None
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
-    own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype}
-    parts = flatten_settings(select=asdict(cfg.select), artifacts={"gate": gate_hash}, model=identity)
-    return {**own, **parts, "data": chunks.fingerprint}
+    own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype, "select": asdict(cfg.select)}
+    return own | {"artifacts": {"gate": gate_hash}, "model": identity, "data": chunks.fingerprint}
 
 
 def _fit(

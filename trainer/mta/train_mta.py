@@ -18,7 +18,6 @@ from msattn.trainer.mta.block_retrieval import Problems, Solver, accuracy, build
 from msattn.trainer.storage.documents import read_json
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
-from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
@@ -94,7 +93,7 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
         device=solver.model.device,
         seed=cfg.seed,
         resume=cfg.resume,
-        extra_settings=flatten_settings(mta=asdict(cfg.mta)),
+        extra_settings={"mta": asdict(cfg.mta)},
         evaluate=evaluate,
     )
     figures = result.metrics

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,8 +15,6 @@ from msattn.trainer.errors import first_line
 from msattn.trainer.storage.replace import replace_file
 
 THREADS = 8  # hashing releases the GIL; checkpoints of large models take 100 GB in a few files
-Digest = Callable[[dict[str, Tensor], dict[str, str]], str]
-"""Maps tensors and metadata to the hash that is stored with them; it also covers what the caller expects under this name."""
 
 
 def file_hash(path: Path) -> str:
@@ -47,28 +46,43 @@ class DamagedFile(ValueError):
     """A file is not as it was written; the message gives the reason."""
 
 
-def read_hashed(path: Path, digest: Digest | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors (memory-mapped) and the metadata of a file; ``digest=None`` does not compare the hash.
+def content_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the SHA-256 of names, dtypes, shapes and bytes, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
-    Raises FileNotFoundError, or DamagedFile if the file cannot be read or its hash differs.
+
+def _hash(tensors: Mapping[str, Tensor], note: str, name: str, settings: str) -> str:
+    return hashlib.sha256("\n".join([name, content_hash(tensors), note, settings]).encode()).hexdigest()
+
+
+def read_hashed(path: Path, name: str | None = None, settings: str = "") -> tuple[dict[str, Tensor], str]:
+    """Returns the tensors (memory-mapped) and the note of a file; without ``name`` its hash is not compared.
+
+    Raises FileNotFoundError, or DamagedFile if the file cannot be read, or was written with another name or other settings.
     """
     try:
         with safe_open(path, framework="pt") as file:
             tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-        intact = digest is None or metadata.get("hash") == digest(tensors, metadata)
+        note = metadata.get("note", "")
+        intact = name is None or metadata.get("hash") == _hash(tensors, note, name, settings)
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise DamagedFile(first_line(error)) from error
     if not intact:
         raise DamagedFile("its hash differs")
-    return tensors, metadata
+    return tensors, note
 
 
-def write_hashed(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], digest: Digest) -> None:
-    """Replaces a file by ``tensors``, ``metadata`` and the hash of both; readers see the old file or the new one."""
+def write_hashed(path: Path, tensors: Mapping[str, Tensor], name: str, settings: str = "", note: str = "") -> None:
+    """Replaces a file by ``tensors``, ``note`` and the hash of all arguments; readers see the old file or the new one."""
     with replace_file(path) as new:
-        save_tensors(new, tensors, metadata | {"hash": digest(tensors, metadata)})
+        save_tensors(new, dict(tensors), {"note": note, "hash": _hash(tensors, note, name, settings)})
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

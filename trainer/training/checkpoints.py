@@ -25,6 +25,7 @@ from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import checked, read_json
 from msattn.trainer.storage.hashes import first_difference, folder_hashes
 from msattn.trainer.storage.replace import replace_file, sync_folder, sync_tree
+from msattn.trainer.storage.settings import check_settings, flat_settings
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
@@ -92,17 +93,18 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def flatten_settings(**parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens ``train={"lr": 0.1}`` to ``{"train.lr": 0.1}``, the names that the command line uses."""
-    return {f"{part}.{key}": value for part, settings in parts.items() for key, value in settings.items()}
-
-
 def resume_settings(
     train: TrainConfig, seed: int, optimizer: str, world_size: int, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are those of the job."""
     fixed = {key: value for key, value in asdict(train).items() if key not in _CHANGEABLE}
-    return {**flatten_settings(train=fixed), "seed": seed, "optimizer": optimizer, "processes": world_size, **(extra or {})}
+    return {
+        **flat_settings({"train": fixed}),
+        "seed": seed,
+        "optimizer": optimizer,
+        "processes": world_size,
+        **flat_settings(extra or {}),
+    }
 
 
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
@@ -150,17 +152,6 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
     if damage:
         raise UserError(f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again")
     return None
-
-
-def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError, which names the first key, if ``what`` was made with other settings than those of ``now``."""
-    now = json.loads(json.dumps(now))  # with the lists that JSON makes of tuples
-    for key in {**before, **now}:
-        if before.get(key) != now.get(key):
-            raise UserError(
-                f"resume=true: {what} has {key}={before.get(key)}, not {now.get(key)}; "
-                "use the same settings, or resume=false to start again"
-            )
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_an_interrupted_run_resumes_to_the_bits_of_another_grouping(
         patch.setattr(Distiller, "forward", interrupted_after(45, Distiller.forward))  # within a round of the second layer
         with pytest.raises(KeyboardInterrupt):
             train_qmodel(single)
-    with pytest.raises(UserError, match=r"resume=true: .*layers was made with other settings \(qmodel\)"):
+    with pytest.raises(UserError, match=r"resume=true: .*layers has qmodel.steps_per_prompt=\d+, not 2;"):
         train_qmodel(replace(single, qmodel=replace(single.qmodel, steps_per_prompt=2)))
     monkeypatch.setattr(Distiller, "forward", interrupted_after(20, Distiller.forward))  # fails if a layer restarts
     assert artifacts.read(train_qmodel(single)).manifest["content_hash"] == whole["content_hash"]

@@ -21,8 +21,8 @@ from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids, mean_stats, resolve_engine
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
+from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
-from msattn.trainer.training.parts import FinishedParts, layer_part
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from msattn.trainer.methods.buckets import layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.progress import Progress
-from msattn.trainer.training.parts import FinishedParts
+from msattn.trainer.storage.parts import FinishedParts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,10 +30,10 @@ from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
 from msattn.trainer.methods.thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
+from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
 from msattn.trainer.training.loop import fit
-from msattn.trainer.training.parts import FinishedParts, layer_part
 from msattn.trainer.training.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Job:
         }
         of_training = {
             "qmodel": {**asdict(cfg.qmodel), "layers_at_once": None},
-            "train": resume_settings(cfg.train, cfg.seed, "adam", 1),
+            **resume_settings(cfg.train, cfg.seed, "adam", 1),
         }
         with ranks.main_process_first():
             cached = FinishedParts(work / "cache", of_targets, resume=cfg.resume)

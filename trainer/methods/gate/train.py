@@ -18,7 +18,6 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, calibrate_blocks, calibrate_keys
-from msattn.trainer.training.checkpoints import flatten_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
@@ -100,7 +99,7 @@ def _train(
     """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
     evaluate = partial(_evaluate, gate, loaded, heldout, work / "maps", tracker)
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
-    settings = flatten_settings(gate=asdict(cfg.gate), model=identity) | {"dtype": cfg.dtype, "data": chunks.fingerprint}
+    settings = {"gate": asdict(cfg.gate), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
     _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
         distiller(gate, loaded.model),

@@ -1,19 +1,19 @@
 """Finished parts of a long job on disk, so that an interrupted job continues where it stopped."""
 
-import hashlib
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from msattn.trainer.artifacts import content_hash
 from msattn.trainer.errors import UserError, print_once, write_error
 from msattn.trainer.storage.documents import read_json
-from msattn.trainer.storage.hashes import DamagedFile, Digest, read_hashed, write_hashed
+from msattn.trainer.storage.hashes import DamagedFile, read_hashed, write_hashed
 from msattn.trainer.storage.replace import replace_file
+from msattn.trainer.storage.settings import check_settings
 
 SETTINGS = "settings.json"
 MAX_SETTINGS_BYTES = 8_000_000
@@ -28,12 +28,16 @@ class FinishedParts:
     any of them saves, rank 0 first.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self.folder = folder
         self._settings = json.dumps(settings, sort_keys=True, indent=1)
         self._intact: set[str] = set()  # parts whose hash was compared
         path = folder / SETTINGS
-        if folder.exists() and not self._has_same_settings(path, refuse=resume):
+        try:
+            self._check_settings(path, settings)
+        except UserError:
+            if resume:
+                raise
             self.remove()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,27 +49,20 @@ class FinishedParts:
         except OSError as error:
             raise write_error(path, error) from error
 
-    def _has_same_settings(self, path: Path, *, refuse: bool) -> bool:
+    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
         if not path.exists():
-            return not any(self.folder.glob("*.safetensors"))
+            return  # no part has the hash of these settings
         try:
             before = read_json(path, str(path), MAX_SETTINGS_BYTES)
         except UserError as error:
-            if refuse:
-                raise UserError(f"resume=true: {error}; resume=false starts again") from error
-            print_once(f"warning: {error}; its parts are made again")
-            return False
-        now = json.loads(self._settings)
-        changed = ", ".join(sorted(key for key in before | now if before.get(key) != now.get(key)))
-        if changed and refuse:
-            raise UserError(f"resume=true: {self.folder} was made with other settings ({changed}); resume=false starts again")
-        return not changed
+            raise UserError(f"resume=true: {error}; resume=false starts again") from error
+        check_settings(str(self.folder), before, settings)
 
     def __contains__(self, name: str) -> bool:
         """Returns True if the part ``name`` is finished and as it was written; names a damaged one on stderr."""
         if name not in self._intact:
             try:
-                read_hashed(self._path(name), self._digest(name))
+                read_hashed(self._path(name), name, self._settings)
             except FileNotFoundError:
                 return False
             except DamagedFile as error:
@@ -74,20 +71,18 @@ class FinishedParts:
             self._intact.add(name)
         return True
 
-    def _digest(self, name: str) -> Digest:
-        def digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-            content = [name, content_hash(tensors), metadata.get("note", ""), self._settings]
-            return hashlib.sha256("\n".join(content).encode()).hexdigest()
-
-        return digest
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of the parts that are finished and intact, in the order in which they were saved."""
+        paths = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        return (path.stem for path in paths if path.stem in self)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def save(self, name: str, tensors: dict[str, Tensor], note: object = None) -> None:
+    def save(self, name: str, tensors: Mapping[str, Tensor], note: object = None) -> None:
         """Saves ``tensors`` and ``note`` (any JSON value) as the part ``name``, atomically."""
         try:
-            write_hashed(self._path(name), tensors, {"note": json.dumps(note)}, self._digest(name))
+            write_hashed(self._path(name), tensors, name, self._settings, note=json.dumps(note))
         except (OSError, SafetensorError) as error:
             raise write_error(self._path(name), error) from error
         self._intact.add(name)
@@ -96,8 +91,8 @@ class FinishedParts:
         """Returns the tensors (memory-mapped) and the note of the part ``name``; refuses a damaged one."""
         if name not in self:
             raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again, which makes it again")
-        tensors, metadata = read_hashed(self._path(name), None)  # it is intact, see __contains__
-        return tensors, json.loads(metadata["note"])
+        tensors, note = read_hashed(self._path(name))  # it is intact, see __contains__
+        return tensors, json.loads(note)
 
     def remove(self) -> None:
         """Deletes the folder and all parts."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from msattn.trainer.artifacts import content_hash
 from msattn.trainer.errors import UserError
-from msattn.trainer.training.parts import FinishedParts
+from msattn.trainer.storage.hashes import content_hash
+from msattn.trainer.storage.parts import FinishedParts
 
 
 def test_parts_are_written_atomically(tmp_path: Path) -> None:

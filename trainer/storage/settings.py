@@ -1,0 +1,26 @@
+"""The settings that interrupted work was started with, which resumed work must share."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from msattn.trainer.errors import UserError
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens ``{"train": {"lr": 0.1}}`` to ``{"train.lr": 0.1}``, the names that the command line uses."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises UserError, which names the first key and both values, if ``what`` has other settings than those of ``now``."""
+    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))  # with the lists that JSON makes of tuples
+    for key in before | now:
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"resume=true: {what} has {key}={before.get(key)}, not {now.get(key)}; "
+                "use the same settings, or resume=false to start again"
+            )
