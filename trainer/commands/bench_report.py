@@ -29,18 +29,15 @@ MARKERS = "os^vDPX*<>"
 
 
 def label(row: BenchRow) -> str:
-    """Returns the label of a row in table and figure: its variant and setting."""
     return f"{row.variant}, {row.setting}" if row.setting else row.variant
 
 
 def title(row: BenchRow) -> str:
-    """Returns the heading of the table and the figure: the problem and the device."""
     heads = f"{row.q_heads} query heads, {row.kv_heads} key/value heads of {row.head_size}"
     return f"{row.op}, {row.direction}: {row.dtype}, batch {row.batch}, {heads}; {row.device}"
 
 
 def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: "Console") -> None:
-    """Prints the table, then the notes on the machine and on single rows."""
     console.print(table(rows, console.width))
     row_notes = [f"{row.variant} at {row.length:,} keys, {row.note}" for row in rows if row.note]
     for note in (*notes, *dict.fromkeys(row_notes)):

@@ -52,7 +52,6 @@ class Turn(Answer):
 
     @property
     def figures(self) -> dict[str, float]:
-        """The numbers of the turn for a tracker."""
         return {"new_prompt_tokens": self.new_tokens, "cached_tokens": self.cached_tokens} | super().figures
 
     def __str__(self) -> str:
@@ -100,7 +99,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the conversation."""
         self.messages: Messages = []
         self._forget_cache()
 

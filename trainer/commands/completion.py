@@ -33,7 +33,6 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the packaged models and the folders that begin with ``incomplete``."""
     folders = [f"{path}/" for path in sorted(glob(f"{escape(incomplete)}*")) if os.path.isdir(path)]
     return [name for name in packaged_models() if name.startswith(incomplete)] + folders
 

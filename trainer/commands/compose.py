@@ -40,12 +40,10 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
 
 
 def typed_config(composed: Any, command: str) -> JobConfig:
-    """Returns the checked configuration of ``command``."""
     return typed(without_hydra(composed), COMMANDS[command].schema)
 
 
 def without_hydra(composed: Any) -> Any:
-    """Returns a composed configuration without Hydra's own keys."""
     from omegaconf import OmegaConf
 
     return OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
@@ -132,7 +130,6 @@ def _store_schemas(command: str) -> None:
 
 
 def _accepted(hydra: Any, command: str) -> list[str]:
-    """Returns the groups and keys of a command."""
     chosen = compose_raw(hydra, command).hydra.runtime.choices
     return [group for group in chosen if not group.startswith("hydra")] + known_keys(COMMANDS[command].schema)
 

@@ -65,7 +65,6 @@ def run_checks() -> list[Check]:
 
 
 def _package(name: str) -> str | None:
-    """Returns the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """Returns the prompt, which is given as text or as a file."""
     if (prompt is None) == (prompt_file is None):
         raise UserError("give one of --prompt and --prompt-file, or --chat")
     where = "--prompt" if prompt_file is None else f"--prompt-file {shown(prompt_file)}"

@@ -135,7 +135,6 @@ class Clock(TokenClock):
 
     @property
     def first_token_s(self) -> float:
-        """Seconds to the first new token."""
         start, first, *_ = self.times
         return first - start
 

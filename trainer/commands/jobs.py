@@ -42,12 +42,10 @@ class Command:
         return [name.format(kind=kind) for name in self.writes]
 
     def run(self, cfg: JobConfig, arguments: dict[str, Any]) -> Any:
-        """Imports the job and calls it."""
         return imported(self.job)(cfg, **arguments)
 
 
 def imported(function: str) -> Callable[..., Any]:
-    """Returns the function ``module:function`` of ``msattn.trainer``."""
     module, name = function.split(":")
     return getattr(importlib.import_module(f"msattn.trainer.{module}"), name)
 

@@ -19,8 +19,6 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a command."""
-
     name: str
     value: Any  # the value that is composed, with resolved interpolations
     comment: str  # the explanation in the schema
@@ -51,8 +49,6 @@ class Group:
 
 @dataclass(frozen=True)
 class CommandKeys:
-    """The groups and the keys of a command, by name."""
-
     groups: dict[str, Group]
     keys: dict[str, Key]
 
@@ -86,7 +82,6 @@ def _keys(schema: Any, values: Any, prefix: str = "", only: str = "") -> dict[st
 
 
 def _usable(schema: Any, name: str, choices: Sequence[str]) -> list[str]:
-    """Returns the choices of a group or key that the job can use."""
     refused = getattr(schema, "refused", {}) if name.startswith("select") else {}
     return [choice for choice in choices if choice not in refused]
 

@@ -116,7 +116,6 @@ def server(
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Prints a line on stderr for each request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("msattn: %(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log = logging.getLogger("msattn.serve")

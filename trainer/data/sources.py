@@ -90,7 +90,6 @@ def _file_identity(path: Path) -> list[Any]:
 
 
 def _text_path(cfg: DataConfig, heldout: bool) -> tuple[str, str]:
-    """Returns the key and the path of the local files from which training or held-out documents are read."""
     if heldout and cfg.heldout_path is not None:
         return "data.heldout_path", cfg.heldout_path
     return "data.path", str(cfg.path)

@@ -50,7 +50,6 @@ class PartialRows:
         return [row for rows in self._rows.values() for row in rows if row.task not in tasks]
 
     def get(self, *key: Any) -> list[EvalRow] | None:
-        """Returns the rows of a measurement, None if it has not been made."""
         return self._rows.get(_name(key))
 
     def add(self, rows: list[EvalRow], *key: Any) -> list[EvalRow]:
@@ -62,7 +61,6 @@ class PartialRows:
         return rows
 
     def remove(self) -> None:
-        """Deletes the rows, once the results are written."""
         self._parts.remove()
 
 

@@ -84,7 +84,6 @@ class BlockSelectionMethod:
         return attach(model, gate=self.gate, select=replace(select, dense_below=0), **measures)
 
     def selection(self, select: SelectConfig) -> Selection:
-        """Returns the selection by ``select``, one of :meth:`settings`."""
         thresholds = self.thresholds if isinstance(select, Calibrated) else None
         return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 

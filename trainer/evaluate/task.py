@@ -67,7 +67,6 @@ def task_module(name: str) -> Any:
 
 
 def record(name: str) -> Task:
-    """Returns the record of a task."""
     return task_module(name).TASK
 
 

@@ -202,7 +202,6 @@ def _num_ranks() -> int:
 
 
 def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
-    """Raises UserError for ``train.fsdp`` without several GPUs."""
     if cfg.train.fsdp and device.type != "cuda":
         raise UserError("train.fsdp=true: accelerate shards weights on GPUs only; set train.fsdp=false on a CPU")
     if cfg.train.fsdp and _num_ranks() == 1:

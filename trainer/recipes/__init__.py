@@ -8,5 +8,4 @@ from argparse import ArgumentParser
 
 
 def argument_parser(program: str, purpose: str) -> ArgumentParser:
-    """Returns the parser of the command line of a program."""
     return ArgumentParser(prog=f"python -m msattn.trainer.recipes.{program}", description=purpose)

@@ -177,7 +177,6 @@ def _print_table(rows: list[CostRow], console: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
     parser = argument_parser("gate_cost", "Time a gate training step.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate")
     cost(compose("train-gate", parser.parse_args().overrides))

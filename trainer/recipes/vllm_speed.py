@@ -48,7 +48,6 @@ WARM_UP = 4  # new tokens of the requests that compile kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     args = _parser().parse_args(arguments)
     options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
@@ -199,7 +198,6 @@ def _generate(llm: Any, prompts: Sequence[list[int]], new: int) -> list[Any]:
 
 
 def _show(found: Mapping[str, Mapping[str, float | None]], title: str) -> None:
-    """Prints the figures, one line each."""
     table = with_columns(title, ["", *found], [""])
     for key, name in FIGURES.items():
         values = [figures[key] for figures in found.values()]

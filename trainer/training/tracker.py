@@ -102,12 +102,10 @@ class Tracker:
             self._run.image(name, path, None if step is None else step + self.offset)
 
     def html(self, name: str, path: Path) -> None:
-        """Uploads the HTML file ``path`` to wandb."""
         if self._run is not None:
             self._run.html(name, path)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Uploads ``rows`` to wandb as a table."""
         if self._run is not None:
             self._run.table(name, rows)
 
@@ -155,7 +153,6 @@ class Tracker:
             self._warned = True
 
     def close(self) -> None:
-        """Closes the file and the wandb run."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -84,13 +84,11 @@ class WandbRun:
         self._send("metrics", lambda: self._run.log(dict(values), step=step))
 
     def image(self, name: str, path: Path | str, step: int | None) -> None:
-        """Logs a picture file."""
         import wandb
 
         self._send(name, lambda: self._run.log({name: wandb.Image(str(path))}, step=step))
 
     def html(self, name: str, path: Path) -> None:
-        """Logs an HTML file."""
         import wandb
 
         self._send(name, lambda: self._run.log({name: wandb.Html(path)}))

@@ -323,12 +323,10 @@ def _list_style(rng: Rng) -> ListStyle:
 
 
 def identifier(rng: Rng) -> str:
-    """Draws a UUID."""
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
 def letters(rng: Rng, length: int) -> str:
-    """Draws a word of lower-case letters."""
     return "".join(chr(ord("a") + int(letter)) for letter in rng.integers(26, size=length))
 
 

@@ -141,5 +141,4 @@ def _some(rng: Rng, words: Sequence[str]) -> str:
 
 
 def one(rng: Rng, choices: Sequence[T]) -> T:
-    """Draws one of ``choices``."""
     return choices[int(rng.integers(len(choices)))]

@@ -32,8 +32,6 @@ class TooFewWords(ValueError):
 
 @dataclass(frozen=True)
 class Haystack:
-    """The text around needles."""
-
     text: list[str]  # words, separated by single spaces
     words: list[str]  # its distinct words of 4 to 9 lower-case letters, sorted
 
@@ -55,8 +53,6 @@ class Haystack:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt."""
-
     prompt: str  # the message of a user
     begun: str  # the beginning of the answer, which the model continues
     answers: list[str]  # texts that the continuation should contain
@@ -68,8 +64,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """A task."""
-
     make: Callable[[Rng, Haystack, int, int], Sample]  # (rng, haystack, length, size) -> one of so many sentences or needles
     new_tokens: int  # tokens that are generated
     smallest: int = SMALLEST  # fewest sentences, words or needles of a sample

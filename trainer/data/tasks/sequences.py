@@ -218,12 +218,10 @@ def needle_prompt(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
-    """Returns the tokens of each text."""
     return [np.asarray(ids, np.int64) for ids in encode_texts(tokenizer, list(texts))]
 
 
 def starts_word(tokenizer: Tokenizer, ids: Tokens) -> NDArray[np.bool_]:
-    """Returns whether each token begins with a space."""
     return np.array([token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool)
 
 

@@ -30,7 +30,6 @@ class ComparedRow(NamedTuple):
     other: float
 
     def cells(self) -> dict[str, str]:
-        """Returns ``{column: text}``."""
         task, score = self.row.task, self.row.score
         return {
             "task": ", ".join(filter(None, _of(self.row))),
@@ -93,7 +92,6 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
 
 
 def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
-    """Returns ``{column: cells}``."""
     lines = [each.cells() for each in rows]
     return {name: [line[name] for line in lines] for name in lines[0]} if lines else {}
 
@@ -110,7 +108,6 @@ def show(comparison: Comparison, console: "Console") -> None:
 
 
 def score_text(task: str, score: float) -> str:
-    """Returns a score as text, in the unit of its task."""
     return record(task).form.format(score)
 
 

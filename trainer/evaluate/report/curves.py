@@ -64,7 +64,6 @@ def tradeoff(rows: list[EvalRow]) -> "Figure | None":
 
 
 def dense_of(rows: list[EvalRow]) -> list[EvalRow]:
-    """Returns the rows of dense attention."""
     return [row for row in rows if row.method.is_dense]
 
 

@@ -92,7 +92,6 @@ def _timed(name: str, drawn: dict[str, str], about: dict[str, Any]) -> str:
 
 
 def _tasks(rows: list[EvalRow], drawn: dict[str, str]) -> dict[str, str]:
-    """Returns the heading and the figures and table of each task."""
     sections: dict[str, str] = {}
     for task in TASKS:
         own = [row for row in rows if row.task == task]

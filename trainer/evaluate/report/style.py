@@ -23,7 +23,6 @@ HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broke
 
 
 def row_title(row: EvalRow) -> str:
-    """Returns the name of a method with its setting."""
     return f"{row.method.label}, {row.setting}" if row.setting else row.method.label
 
 
@@ -49,7 +48,6 @@ def drawing() -> Iterator[None]:
 
 
 def by_method(rows: Iterable[EvalRow]) -> list[tuple[Method, list[EvalRow]]]:
-    """Returns ``(method, rows)`` in order of appearance."""
     groups: dict[Method, list[EvalRow]] = {}
     for row in rows:
         groups.setdefault(row.method, []).append(row)
@@ -66,7 +64,6 @@ def few_lines(rows: list[EvalRow], most: int) -> list[EvalRow]:
 
 
 def longest(rows: list[EvalRow]) -> list[EvalRow]:
-    """Returns the rows of the longest prompts."""
     length = max((row.extra.get("length", 0) for row in rows), default=0)
     return [row for row in rows if row.extra.get("length", 0) == length]
 
@@ -160,7 +157,6 @@ def plot_line(axes: "Axes", points: Iterable[tuple[float, float]], label: str, *
 
 
 def legend_under(axes: "Axes", columns: int) -> None:
-    """Adds the legend of ``axes`` below them."""
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns)
 
 
@@ -184,7 +180,6 @@ def log_ticks(axes: "Axes", ticks: Sequence[float], form: Callable[[Any], str] =
 
 
 def length_axis(axes: "Axes", rows: list[EvalRow], label: str = "tokens of the prompt") -> None:
-    """Makes the x axis a logarithmic one of the rows' lengths."""
     lengths = sorted({row.extra["length"] for row in rows})
     log_ticks(axes, lengths, lambda n: f"{n // 1024}k" if n % 1024 == 0 else str(n), xlabel=label)
 

@@ -65,7 +65,6 @@ def _cell(row: EvalRow, key: str, form: str) -> str:
 
 
 def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
-    """Prints one table for each task, then the notes."""
     for task in TASKS:
         own = [row for row in rows if row.task == task]
         if own:

@@ -44,7 +44,6 @@ def verdict(rows: Sequence[EvalRow]) -> list[Line]:
 
 
 def columns(lines: Sequence[Line]) -> dict[str, list[str]]:
-    """Returns ``{column: cells}`` of one or more lines."""
     return {name: [line.cells[name] for line in lines] for name in lines[0].cells}
 
 
@@ -60,7 +59,6 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
 
 
 def show(rows: Sequence[EvalRow], console: "Console") -> None:
-    """Prints the table and the sentences."""
     lines = verdict(rows)
     if lines:
         table = filled("Verdict", columns(lines), TEXT_COLUMNS)

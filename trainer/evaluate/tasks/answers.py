@@ -146,5 +146,4 @@ def _text(loaded: "Loaded", tokens: Any) -> str:
 
 
 def paired_answers(one: EvalRow, other: EvalRow) -> Difference:
-    """Returns the difference of two shares of correct answers to the same prompts."""
     return one.score - other.score, paired_proportions(one.extra["correct"], other.extra["correct"])

@@ -98,7 +98,6 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
-    """Raises UserError for more probes than there are buckets."""
     probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
     if not methods.bucket_routings and probes > buckets:
         raise UserError(f"probes={probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
@@ -107,7 +106,6 @@ def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) 
 
 
 def _cases(job: Job) -> list[DecodingCase]:
-    """Returns the methods to measure, dense attention first."""
     model, cfg, routings = job.loaded.model, job.cfg, job.methods.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
         routings = [untrained_router(cfg, model), *routings]
@@ -140,7 +138,6 @@ def _measure_transformers(model: "PreTrainedModel", tokens: int, seed: int, batc
 def _measure_attached(
     model: "PreTrainedModel", attached: Attached, tokens: int, seed: int, batch: int, length: int
 ) -> DecodingRun:
-    """Measures ``generate`` of an attached model."""
     cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
     return measure_generate(model, cache, batch, length, tokens, attached)
 

@@ -121,7 +121,6 @@ def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense
 
 
 def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool) -> dict[str, Any]:
-    """Returns lm_eval's results of the samples."""
     from lm_eval.evaluator import evaluate
 
     asked.task.set_fewshot_seed(seed=cfg.seed)  # each method gets the same examples

@@ -57,7 +57,6 @@ class Samples:
 
     @property
     def answers(self) -> list[int]:
-        """Numbers of answer tokens at the end of the samples."""
         return [prompt.answer_tokens for prompt in self.prompts]
 
     @property
@@ -70,7 +69,6 @@ class Samples:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest answer."""
         return max(self.answers)
 
     def batches(self) -> tuple[Tensor, ...]:
@@ -111,7 +109,6 @@ class NeedleResult(NamedTuple):
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows for dense attention, block selections and routings, at each length and in each setting."""
     cfg, tokenizer = job.cfg, job.loaded.tokenizer
     text = read_haystack(cfg, tokenizer)
     return [row for length in cfg.eval.needle.lengths for row in _at_length(job, make_samples(cfg, tokenizer, text, length))]

@@ -206,7 +206,6 @@ def paired_losses(one: EvalRow, other: EvalRow) -> Difference:
 
 
 def above_dense(name: str) -> Quality:
-    """Returns the quality of a task that measures perplexity."""
     return Quality(name, paired_losses, better=-1, value=lambda row: (row.ratio_to_dense or math.inf) - 1, form="+.1%")
 
 

@@ -139,7 +139,6 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
 
 
 def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
-    """Returns the keys that the newest token reads: bool ``[Hkv, M]``."""
     newest = torch.tensor([x.num_keys - 1], device=x.k.device)
     visited = method.buckets(method.router.scores_at(x, newest, method.recent), probes)
     return keys_read(method.router.buckets_of_keys(x)[0], newest, visited, method)[0]

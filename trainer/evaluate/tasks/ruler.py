@@ -34,7 +34,6 @@ EXCERPT = 400  # characters of the end of a prompt that the report shows
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows of dense attention, of block selections, and of routings, at each length."""
     hay = read_haystack(job.cfg)
     return [row for length in job.cfg.eval.ruler.lengths for row in _at_length(job, hay, length)]
 
@@ -70,7 +69,6 @@ def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int) -> dict[str, list[ruler.Sample]]:
-    """Returns the samples of each task, drawn from the seed."""
     room, count = _room(cfg, tokenizer, length), partial(_count, tokenizer)
     found = {}
     for name in cfg.eval.ruler.tasks:

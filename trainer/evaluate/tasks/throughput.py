@@ -53,7 +53,6 @@ class ThroughputRun:
 
     @property
     def rate(self) -> float:
-        """New tokens per second."""
         return self.tokens / self.seconds
 
     def first_token(self, share: float) -> float:

@@ -43,7 +43,6 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """The tokens of all sequences."""
         return sum(stage.steps * stage.batch_size * stage.seq_len for stage in self.stages)
 
 

@@ -84,17 +84,14 @@ class Texts:
             warn_of_epochs(f"the {len(tokens):,} tokens of {name}", share * plan.tokens / len(tokens), "--steps")
 
     def by_name(self) -> dict[str, np.ndarray]:
-        """Returns the tokens of all parts, by a name for messages."""
         sources = {f"--text, {name}": tokens for name, tokens in self.tokens.items()}
         return {**sources, f"--text, the last {DEV_SHARE:.0%} of each book": self.dev}
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
-        """Returns ``length`` consecutive training tokens from a random position."""
         return crop_from(self.tokens[str(rng.choice(list(self.tokens), p=self._shares))])(rng, length)
 
 
 def crop_from(tokens: np.ndarray) -> Crop:
-    """Returns a function that draws consecutive tokens from ``tokens``."""
 
     def crop(rng: np.random.Generator, length: int) -> Tokens:
         start = int(rng.integers(len(tokens) - length + 1))

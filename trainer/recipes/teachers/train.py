@@ -154,7 +154,6 @@ def train(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], folder: Path) -> None:
-    """Replaces ``folder`` by one with fp16 weights, the tokenizer and ``record``."""
     with replace_folder(folder) as new:
         model.half().save_pretrained(new)
         tokenizer.save_pretrained(new)

@@ -47,7 +47,6 @@ class Planes:
 
     @property
     def measured(self) -> set[int]:
-        """The layers that were measured."""
         return set(self.numbers[STAGES[0]])
 
     def add(self, x: LayerInputs) -> None:

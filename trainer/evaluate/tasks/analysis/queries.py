@@ -24,8 +24,6 @@ class Window(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Decoding queries of one query group."""
-
     rows: slice  # among all queries of the chunk
     positions: Tensor  # int64 [n]
     logits: Tensor  # fp32 [group, n, M], scaled and capped scores of all keys

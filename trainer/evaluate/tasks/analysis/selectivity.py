@@ -104,7 +104,6 @@ class LayerReads:
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
     def add(self, head: int, queries: Queries) -> None:
-        """Adds queries of key/value head ``head``."""
         values = self.values[head].float()
         for name, settings, stage in self._stages(head, queries):
             self.settings[name] = settings
@@ -121,7 +120,6 @@ class LayerReads:
                 yield name, setting, recall
 
     def _stages(self, head: int, queries: Queries) -> Iterator[tuple[Method, list[str], Tensor]]:
-        """Yields the name, the settings and the stages of each method."""
         shares = [f"{share:.0%} of far keys" for share in SHARES]
         yield ORACLE, shares, stages_of_shares(queries.logits, queries.far)
         chance = torch.rand(1, *queries.far.shape, generator=self.generator, device=queries.far.device)
@@ -151,7 +149,6 @@ class Selectivity:
     recalls: dict[tuple[Method, str], MethodRecall] = field(default_factory=dict)
 
     def add(self, layer: int, reads: LayerReads) -> None:
-        """Adds what a layer of one chunk reads."""
         for method, setting, recall in reads.recalls():
             self.recalls.setdefault((method, setting), MethodRecall(True)).by_layer[layer].append(recall)
 

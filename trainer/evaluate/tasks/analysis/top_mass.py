@@ -69,7 +69,6 @@ class TopMass:
             self._add((kind, x.layer, head), top_keys(queries, mask), len(queries.positions))
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
-        """Adds the mass in the top blocks of some query blocks."""
         found = top_blocks(x, head, self.block_size)
         if found is not None:
             self._add((f"blocks of {self.block_size}", x.layer, head), found.sum(1), found.shape[1])
