@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +36,9 @@ from msattn.trainer.methods.thresholds import (
 )
 from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
 from msattn.trainer.storage.hashes import file_hash
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
 
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
 # Relative difference from a share up to which a number of probes stands for it. At a quarter, "about 5 %" is 3.75 to 6.25 %.
@@ -48,7 +46,7 @@ SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: to
 FARTHEST = 0.25
 
 
-def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
+def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> ComparedMethods:
     """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, the thresholds that are missing.
 
     These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
@@ -75,7 +73,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "
     return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
 
 
-def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> None:
+def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> None:
     """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
 
     They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text. Raises
@@ -95,7 +93,7 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loa
             key_threshold(each.router.thresholds, share)
 
 
-def calibration_chunks(cfg: EvalRunConfig, loaded: "Loaded", number: int) -> list[dict[str, Any]]:
+def calibration_chunks(cfg: EvalRunConfig, loaded: Loaded, number: int) -> list[dict[str, Any]]:
     """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates."""
     check_length(loaded.model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
@@ -150,7 +148,7 @@ def _identity(method: BlockSelectionMethod) -> str:
 class _Kept:
     """Measurements on calibration chunks ``{"input_ids": int64 [N]}``, read from ``data.cache`` or made and kept there."""
 
-    def __init__(self, cfg: EvalRunConfig, loaded: "Loaded", items: list[dict[str, Any]]) -> None:
+    def __init__(self, cfg: EvalRunConfig, loaded: Loaded, items: list[dict[str, Any]]) -> None:
         self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
         text = hashlib.sha256(b"".join(each["input_ids"].numpy().tobytes() for each in items)).hexdigest()
         model = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
@@ -191,7 +189,7 @@ class _Kept:
         return {name: table(name) for name in identities}
 
 
-def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Loaded") -> ComparedMethods:
+def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> ComparedMethods:
     """Returns ``methods`` whose routings are measured at ``cfg.eval.key_shares``, if there are any.
 
     For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
@@ -218,7 +216,7 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: "Load
 
 
 @torch.inference_mode()
-def measure_curves(loaded: "Loaded", routings: list[BucketRoutingMethod], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
+def measure_curves(loaded: Loaded, routings: list[BucketRoutingMethod], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
     """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read: fp64 ``[C + 1]``.
 
     Layers that are dense or not routed do not count, as in the reported shares.

@@ -7,22 +7,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msattn import __version__
 from msattn.trainer import artifacts, data
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
+from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts
-
-if TYPE_CHECKING:
-    from msattn.trainer.evaluate.methods import ComparedMethods
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.progress import Progress
 
 # Keys of the command that do not affect a row.
 CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
@@ -79,10 +77,10 @@ class Measurement(NamedTuple):
 class Job:
     """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured before an interruption."""
 
-    loaded: "Loaded"
+    loaded: Loaded
     cfg: EvalRunConfig
-    methods: "ComparedMethods"
-    progress: "Progress"
+    methods: ComparedMethods
+    progress: Progress
     kept: PartialRows
 
     def bar(self, title: str, total: int | None) -> Callable[[], None]:
@@ -103,7 +101,7 @@ class Job:
         return done
 
 
-def settings_of(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> dict[str, Any]:
+def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: ComparedMethods) -> dict[str, Any]:
     """Returns what the rows of an evaluation depend on, under the names of the command line."""
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | given["model"]

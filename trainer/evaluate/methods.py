@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import EvalRunConfig, SelectConfig, SparsityConfig
@@ -19,22 +20,17 @@ from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Me
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import key_share
 from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import UntrainedRouter
-from msattn.trainer.serving.attach import attach
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
 from msattn.trainer.serving.reads import serving_numbers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from msattn.trainer.methods.gate.attn_gate import Gate
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.serving.attach import Sparse
 
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
@@ -55,7 +51,7 @@ class BlockSelectionMethod:
 
     method: Method
     select: SelectConfig
-    gate: "Gate | None" = None
+    gate: Gate | None = None
     scorer: Scorer | None = None
     thresholds: dict[str, Any] | None = None
 
@@ -75,8 +71,8 @@ class BlockSelectionMethod:
         return [(f"{self.select.policy} {getattr(self.select, key):g}", self.select)]
 
     def attach(
-        self, model: "PreTrainedModel", select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
-    ) -> AbstractContextManager["Sparse"]:
+        self, model: PreTrainedModel, select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
+    ) -> AbstractContextManager[Sparse]:
         """Attaches the selection to ``model`` with ``dense_below=0``, so that prompts of every length use sparse attention."""
         measures = {"measure_recall": measure_recall, "measure_time": measure_time}
         if self.scorer is not None:
@@ -154,9 +150,7 @@ class BucketRoutingMethod:
         window = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
         return {**window, "keys" if isinstance(setting, float) else "probes": setting}
 
-    def attach(
-        self, model: "PreTrainedModel", setting: int | float, *, dense_below: int = 0
-    ) -> AbstractContextManager["Sparse"]:
+    def attach(self, model: PreTrainedModel, setting: int | float, *, dense_below: int = 0) -> AbstractContextManager[Sparse]:
         """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
         options = self.reads(setting)
         return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
@@ -179,7 +173,7 @@ class ComparedMethods:
     read: list[artifacts.Artifact] = field(default_factory=list)
 
 
-def find_methods(cfg: EvalRunConfig, loaded: "Loaded", device: torch.device) -> ComparedMethods:
+def find_methods(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> ComparedMethods:
     """Loads the artifacts of ``cfg.artifacts`` and those of this model and name, and adds ``eval.baselines``.
 
     Artifacts that no task reads are not looked for. Raises UserError if a given one is missing, or one is of another model.
@@ -261,7 +255,7 @@ def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list
     return methods
 
 
-def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: "PreTrainedModel") -> ComparedMethods:
+def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedMethods:
     """Returns ``methods`` with the routers without training, ``cfg.eval.routers``, after the others.
 
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the

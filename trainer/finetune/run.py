@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig
@@ -34,9 +35,6 @@ from msattn.trainer.training.checkpoints import TrainingResult
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FACTS = "training.json"  # origin of the model; a folder without this file was not written by msattn and is never replaced
 HELDOUT_CHUNKS = 4
@@ -211,7 +209,7 @@ def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
         )
 
 
-def _check_memory(cfg: FinetuneConfig, model: "PreTrainedModel", device: torch.device) -> None:
+def _check_memory(cfg: FinetuneConfig, model: PreTrainedModel, device: torch.device) -> None:
     """Raises UserError, before the first step, if weights and optimizer state exceed the memory of the GPU."""
     if device.type != "cuda":
         return
@@ -240,8 +238,8 @@ def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) 
 
 
 def _write_model(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
     folder: Path,
     facts: dict[str, Any],

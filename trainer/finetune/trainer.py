@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import SelectConfig
@@ -27,9 +28,6 @@ from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import output_logits, text_config
 from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LOGIT_BYTES = 2**30  # fp32 logits in memory at once: all of 32k tokens with a vocabulary of 128k would take 17 GB
 
@@ -55,7 +53,7 @@ class FineTuner(nn.Module):
     """
 
     def __init__(
-        self, model: "PreTrainedModel", gate: Gate | None, select: SelectConfig, *, gate_weight: float, dtype: torch.dtype
+        self, model: PreTrainedModel, gate: Gate | None, select: SelectConfig, *, gate_weight: float, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.model = model
@@ -159,7 +157,7 @@ def language_loss(
     return torch.stack(losses).sum()
 
 
-def checkpoint_activations(model: "PreTrainedModel") -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
     """Enables activation checkpointing: only the input of each layer is kept, and the backward pass runs the layer again."""
     # The second name is for transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -18,10 +18,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from msattn.kernels.bench.timing import peak_memory_gb, time_ms
 from msattn.trainer import models
@@ -39,9 +40,6 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import written_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
@@ -94,7 +92,7 @@ def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
 
 
 @torch.no_grad()
-def _infer(teacher: "PreTrainedModel", ids: Tensor, attend: Attend | None = None) -> None:
+def _infer(teacher: PreTrainedModel, ids: Tensor, attend: Attend | None = None) -> None:
     with tap(teacher, attend) if attend else nullcontext():
         run_backbone(teacher, ids)
 
@@ -105,7 +103,7 @@ def _step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)  # gradients stay allocated during the next forward pass, as with accumulation
 
 
-def one_graph(gate: Gate, teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
+def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
     """Returns the loss of :class:`GateDistiller` with one graph over all layers."""
     losses = []
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.attach import Sparse
 
 
 class MethodSetting(NamedTuple):
@@ -26,10 +24,10 @@ class MethodSetting(NamedTuple):
 
     method: Method
     setting: str
-    attach: Callable[[], AbstractContextManager["Sparse | None"]]
+    attach: Callable[[], AbstractContextManager[Sparse | None]]
 
 
-def read_and_spent(sparse: "Sparse | None", seconds: float, peak_mb: float) -> dict[str, Any]:
+def read_and_spent(sparse: Sparse | None, seconds: float, peak_mb: float) -> dict[str, Any]:
     """Returns the fields of a row for what an attached model has read so far (dense attention, None: everything), and cost."""
     stats = sparse.stats() if sparse else {"sparsity": 0.0}
     sparsity = stats["sparsity"]
@@ -46,7 +44,7 @@ class Answers(NamedTuple):
 
 
 def cases(
-    loaded: "Loaded",
+    loaded: Loaded,
     methods: ComparedMethods,
     sparsities: list[float],
     probes: list[int] | None = None,
@@ -84,7 +82,7 @@ class Question(NamedTuple):
 
 @torch.inference_mode()
 def answer(
-    loaded: "Loaded", questions: Sequence[Question], case: MethodSetting, advance: Callable[[], None], batch_tokens: int = 0
+    loaded: Loaded, questions: Sequence[Question], case: MethodSetting, advance: Callable[[], None], batch_tokens: int = 0
 ) -> Answers:
     """Generates answers greedily, to batches of prompts in succession with up to ``batch_tokens`` tokens, padding included."""
     device = loaded.model.device
@@ -117,7 +115,7 @@ def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Questio
         yield batch
 
 
-def _generate(loaded: "Loaded", batch: Sequence[Question]) -> list[list[int]]:
+def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
     """Returns the new tokens after each prompt, up to EOS or to the end of a complete answer; prompts are left-padded."""
     model: Any = loaded.model
     padding = loaded.tokenizer.eos_token_id
@@ -141,7 +139,7 @@ def _generate(loaded: "Loaded", batch: Sequence[Question]) -> list[list[int]]:
     return [row[: row.index(padding)] if padding in row else row for row in rows]
 
 
-def _text(loaded: "Loaded", tokens: Any) -> str:
+def _text(loaded: Loaded, tokens: Any) -> str:
     return str(loaded.tokenizer.decode(tokens, skip_special_tokens=True))
 
 

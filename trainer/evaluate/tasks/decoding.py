@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
 from msattn.kernels.bench.timing import graphed, time_ms
 from msattn.trainer.config import EvalRunConfig
@@ -34,19 +35,15 @@ from msattn.trainer.evaluate.tasks.timing import (
 )
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
-
-if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
-
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
 SAME_MACHINERY = DENSE.of("same cache and graphs")
-Attached = Callable[[], AbstractContextManager["Sparse | None"]]
+Attached = Callable[[], AbstractContextManager[Sparse | None]]
 
 
 class DecodingRun(NamedTuple):
@@ -97,7 +94,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
     if not methods.bucket_routings and probes > buckets:
         raise UserError(f"probes={probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
@@ -129,14 +126,14 @@ def _cases(job: Job) -> list[DecodingCase]:
     ]
 
 
-def _measure_transformers(model: "PreTrainedModel", tokens: int, seed: int, batch: int, length: int) -> DecodingRun:
+def _measure_transformers(model: PreTrainedModel, tokens: int, seed: int, batch: int, length: int) -> DecodingRun:
     """Measures ``generate`` of transformers alone, with its default cache."""
     cache = random_dynamic_cache(model, batch, length, seed=seed)
     return measure_generate(model, cache, batch, length, tokens, nullcontext)
 
 
 def _measure_attached(
-    model: "PreTrainedModel", attached: Attached, tokens: int, seed: int, batch: int, length: int
+    model: PreTrainedModel, attached: Attached, tokens: int, seed: int, batch: int, length: int
 ) -> DecodingRun:
     cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
     return measure_generate(model, cache, batch, length, tokens, attached)
@@ -148,7 +145,7 @@ def _room(tokens: int) -> int:
 
 
 def measure_generate(
-    model: "PreTrainedModel", cache: "Cache", batch: int, length: int, tokens: int, attached: Attached
+    model: PreTrainedModel, cache: Cache, batch: int, length: int, tokens: int, attached: Attached
 ) -> DecodingRun:
     """Measures the last ``tokens`` tokens of greedy generation after a cache of ``length`` keys of each sequence."""
     ids = torch.zeros(batch, length + 1, dtype=torch.long, device=model.device)
@@ -176,7 +173,7 @@ def measure_generate(
 
 
 def measure_kernel(
-    model: "PreTrainedModel", kernel: str | None, batch: int, length: int, *, tokens: int, seed: int
+    model: PreTrainedModel, kernel: str | None, batch: int, length: int, *, tokens: int, seed: int
 ) -> DecodingRun:
     """Measures dense attention with an SDPA kernel: one token as a CUDA graph or, on a CPU, ``tokens`` tokens.
 
@@ -209,14 +206,14 @@ def _graph_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def next_token(model: "PreTrainedModel", cache: "Cache", token: Tensor) -> Tensor:
+def next_token(model: PreTrainedModel, cache: Cache, token: Tensor) -> Tensor:
     """Returns the greedy tokens after ``token [B, 1]``, and appends ``token`` to the cache."""
     generate: Any = model
     return generate(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
 
 
 @torch.inference_mode()
-def step(model: "PreTrainedModel", cache: Any, token: Tensor) -> Tensor:
+def step(model: PreTrainedModel, cache: Any, token: Tensor) -> Tensor:
     """Runs :func:`next_token` and removes the token from the cache again, so that every call has the same shapes."""
     following_token = next_token(model, cache, token)
     cache.crop(-1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import TOKENS, Task
 from msattn.trainer.evaluate.tasks.perplexity import COLUMNS, above_dense, compare
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Loaded
 
 
 def run(job: Job) -> list[EvalRow]:
@@ -33,7 +31,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     """Raises UserError if no held-out document has as many tokens as a length."""
     for length in cfg.eval.documents.lengths:
         if next(beginnings(cfg, loaded.tokenizer, length), None) is None:

@@ -22,11 +22,10 @@ from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
+from msattn.trainer.models.loading import Loaded
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
-
-    from msattn.trainer.models.loading import Loaded
 
 
 def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
@@ -49,7 +48,7 @@ def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
     return rows
 
 
-def attached_model(loaded: "Loaded", advance: Callable[[], None]) -> "HFLM":
+def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
     """Returns lm_eval's view of the model: one sample at a time, and none is shortened in silence."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs

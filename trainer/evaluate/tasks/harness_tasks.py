@@ -16,11 +16,10 @@ from msattn.trainer.data.hub import PARQUET_BRANCH, load_failure
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.families import check_length
+from msattn.trainer.models.loading import Loaded
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
-
-    from msattn.trainer.models.loading import Loaded
 
 INSTALL = "pip install 'msattn[harness]'"
 PARQUET = (
@@ -39,7 +38,7 @@ class TaskSamples(NamedTuple):
     length: int | None
 
 
-def load_samples(cfg: EvalRunConfig, loaded: "Loaded") -> list[TaskSamples]:
+def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
 
     Raises

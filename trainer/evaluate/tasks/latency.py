@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache, PreTrainedModel
 
 from msattn.trainer.config import LatencyConfig
 from msattn.trainer.evaluate.job import Job
@@ -30,9 +31,6 @@ from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache.install import can_crop
 from msattn.trainer.serving.fused import fused
-
-if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
 
 # Attaches a method; ``stats`` of what it yields returns the sparsity and the seconds of each part, since the context began.
 Attached = Callable[[], AbstractContextManager[Any]]
@@ -114,7 +112,7 @@ def run(job: Job) -> list[EvalRow]:
     return _with_break_even(rows, job.methods.notes)
 
 
-def _sparse_cases(model: "PreTrainedModel", block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
+def _sparse_cases(model: PreTrainedModel, block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
     return [
         LatencyCase(block.method, label, None, partial(block.attach, model, select, measure_time=True))
         for label, select in block.settings(sparsities)
@@ -131,7 +129,7 @@ def situations(length: int, settings: LatencyConfig) -> list[Situation]:
     return found
 
 
-def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situation: Situation) -> list[EvalRow]:
+def _rows_of(done: list[tuple[LatencyCase, LatencyRun]], length: int, situation: Situation) -> list[EvalRow]:
     """Returns the rows of the runs of one length and situation; of dense kernels, all only for whole prompts."""
     dense = {case.kernel_name: each.median_s for case, each in done if case.kernel_name}
     if situation is not WHOLE_PROMPT and dense:
@@ -142,7 +140,7 @@ def _rows_of(done: "list[tuple[LatencyCase, LatencyRun]]", length: int, situatio
 
 
 @contextmanager
-def _attach_dense(model: "PreTrainedModel") -> Iterator[SimpleNamespace]:
+def _attach_dense(model: PreTrainedModel) -> Iterator[SimpleNamespace]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
@@ -155,7 +153,7 @@ def _attach_dense(model: "PreTrainedModel") -> Iterator[SimpleNamespace]:
 
 
 @torch.inference_mode()
-def first_token(model: "PreTrainedModel", ids: Tensor, cache: "Cache | None" = None, chunk: int | None = None) -> Tensor:
+def first_token(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, chunk: int | None = None) -> Tensor:
     """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values go to a cache."""
     run_pass: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     *first_passes, last = ids.split(chunk or ids.shape[1], dim=1)
@@ -165,7 +163,7 @@ def first_token(model: "PreTrainedModel", ids: Tensor, cache: "Cache | None" = N
 
 
 def measure(
-    model: "PreTrainedModel", ids: Tensor, attached: Attached, seconds: float, situation: Situation = WHOLE_PROMPT
+    model: PreTrainedModel, ids: Tensor, attached: Attached, seconds: float, situation: Situation = WHOLE_PROMPT
 ) -> LatencyRun:
     """Runs a warm-up prompt, then measures prompts until they took ``seconds``.
 
@@ -188,7 +186,7 @@ def measure(
     return LatencyRun(taken, max(peaks), stats["sparsity"], **parts)
 
 
-def _cache(model: "PreTrainedModel", ids: Tensor, situation: Situation, used: "Cache | None" = None) -> "Cache | None":
+def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cache | None = None) -> Cache | None:
     """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model creates one."""
     from transformers import DynamicCache
 

@@ -12,7 +12,7 @@ part of the prefill. All methods use the same samples.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +34,9 @@ from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import run_backbone
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.serving.attach import Sparse
 
 BATCH_TOKENS = 32768  # tokens of one forward pass
 EXCERPT = 90  # characters of the text around a needle that the report shows
@@ -195,7 +193,7 @@ def excerpt(prompt: str, statement: str, question: str) -> str:
 
 @torch.inference_mode()
 def prefill_samples(
-    loaded: "Loaded", samples: Samples, advance: Callable[[], None], sparse: "Sparse | None" = None
+    loaded: Loaded, samples: Samples, advance: Callable[[], None], sparse: Sparse | None = None
 ) -> NeedleResult:
     """Reads each prompt in one pass and decodes its answer, with the attention that is attached to the model now."""
     predicted, seconds, peak = torch.empty_like(samples.ids[:, -samples.longest :]), 0.0, 0.0
@@ -215,7 +213,7 @@ def prefill_samples(
 
 @torch.inference_mode()
 def decode_samples(
-    loaded: "Loaded", samples: Samples, method: BucketRoutingMethod, plan: dict[str, int | float], advance: Callable[[], None]
+    loaded: Loaded, samples: Samples, method: BucketRoutingMethod, plan: dict[str, int | float], advance: Callable[[], None]
 ) -> dict[str, NeedleResult]:
     """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,8 @@ from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import output_logits, tap
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
-    from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.serving.attach import Sparse
 
 LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
 
@@ -102,7 +100,7 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
 
 
 @torch.inference_mode()
-def prefill(loaded: "Loaded", input_ids: Tensor) -> Tensor:
+def prefill(loaded: Loaded, input_ids: Tensor) -> Tensor:
     """Returns the last hidden states ``[B, N, hidden]`` of tokens ``[N]`` or ``[B, N]``, in one pass without a cache."""
     ids = torch.atleast_2d(input_ids).to(loaded.model.device)
     return tap.run_backbone(loaded.model, ids)
@@ -117,7 +115,7 @@ class TokenScores(NamedTuple):
 
 
 @torch.inference_mode()
-def token_scores(loaded: "Loaded", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
+def token_scores(loaded: Loaded, hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
     """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden states ``[1, N, hidden]``.
 
     ``dense`` are the states of dense attention, on any device; None: ``hidden`` are. ``LOGIT_ROWS`` tokens at a time have
@@ -140,9 +138,9 @@ def token_scores(loaded: "Loaded", hidden: Tensor, input_ids: Tensor, dense: Ten
 
 
 def measure(
-    loaded: "Loaded",
+    loaded: Loaded,
     texts: Sequence[Tensor],
-    attached: AbstractContextManager["Sparse | None"],
+    attached: AbstractContextManager[Sparse | None],
     advance: Callable[[], None],
     dense: Sequence[Tensor] | None,
 ) -> PerplexityRun:

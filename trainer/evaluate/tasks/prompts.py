@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +16,7 @@ from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases, paired_answers
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Loaded
 
 MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
@@ -40,12 +38,12 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     """Raises UserError if a prompt is longer than the model's positions, or the file is malformed."""
     encoded_prompts(loaded, cfg)
 
 
-def encoded_prompts(loaded: "Loaded", cfg: EvalRunConfig) -> list[Tensor]:
+def encoded_prompts(loaded: Loaded, cfg: EvalRunConfig) -> list[Tensor]:
     """Returns the tokens ``[1, N]`` of each prompt; raises UserError as :func:`check_sizes`."""
     settings = cfg.eval.prompts
     encoded = [encode_prompt(loaded.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]

@@ -1,7 +1,7 @@
 """Data of the report's pictures: block maps of a prefill, and the keys that one decoded token reads."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,8 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.methods.untrained.random import Random
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
 
 MAP_SIDE = 64  # blocks; larger maps are max-pooled to this size
 BINS = 128  # groups of neighbouring keys in the picture of a decoded token
@@ -88,7 +86,7 @@ class DecodingReads:
         return self.stored | {"setting": f"{self.probes} probe" + "s" * (self.probes != 1)}
 
 
-def collect(loaded: "Loaded", input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
+def collect(loaded: Loaded, input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
     """Runs one prefill of ``input_ids [N]`` and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
 
     Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.

@@ -7,7 +7,7 @@ Every method gets the same queries, keys and values, those of the dense model in
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import mean_interval
@@ -31,11 +32,8 @@ from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.methods.thresholds import bucket_sizes
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, tap
-
-if TYPE_CHECKING:
-    from msattn.kernels.types import MaxPoolAttention, SparseAttention
-    from msattn.trainer.models.loading import Loaded
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
 
@@ -112,7 +110,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     """Raises UserError for chunks that the window covers, or a window that is shorter than a block of a routing."""
     length = cfg.eval.recall.length
     for routing in methods.bucket_routings:
@@ -125,7 +123,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) 
             raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
 
 
-def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
+def compare(sparse: SparseAttention, out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
     """Compares sparse attention with dense ``out [B, H, N, D]`` and ``lse [B, H, N]``, over batch and queries.
 
     The output error is the squared difference, relative to the squared dense output.
@@ -135,7 +133,7 @@ def compare(sparse: "SparseAttention", out: Tensor, lse: Tensor, share: Tensor) 
 
 
 def block_recalls(
-    x: LayerInputs, dense: "MaxPoolAttention", method: BlockSelectionMethod, sparsities: list[float]
+    x: LayerInputs, dense: MaxPoolAttention, method: BlockSelectionMethod, sparsities: list[float]
 ) -> dict[str, LayerRecall]:
     """Returns ``{setting: recall}`` of one block selection; its scores are computed once for all sparsities."""
     selections = {label: method.selection(select) for label, select in method.settings(sparsities)}
@@ -149,7 +147,7 @@ def block_recalls(
 
 
 def bucket_recalls(
-    x: LayerInputs, dense: "MaxPoolAttention", method: BucketRoutingMethod, cfg: EvalRunConfig, first: bool
+    x: LayerInputs, dense: MaxPoolAttention, method: BucketRoutingMethod, cfg: EvalRunConfig, first: bool
 ) -> dict[tuple[Method, str], LayerRecall]:
     """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
 
@@ -212,7 +210,7 @@ def bucket_attention_mass(
 
 def decode_queries(
     x: LayerInputs,
-    dense: "MaxPoolAttention",
+    dense: MaxPoolAttention,
     method: BucketRoutingMethod,
     buckets: Tensor,
     num_buckets: int,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
 from msattn.trainer.models.chat import around_prompt
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Loaded
 
 EXCERPT = 400  # characters of the end of a prompt that the report shows
 
@@ -82,7 +80,7 @@ def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
     return [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
     hay, count = read_haystack(cfg), partial(_count, loaded.tokenizer)
     for length in cfg.eval.ruler.lengths:

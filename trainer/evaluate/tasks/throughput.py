@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
@@ -26,13 +27,8 @@ from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cos
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
-from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.paged import batching_config
-
-if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig, PreTrainedModel
-
-    from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
 SAME_ENGINE = DENSE.of("same engine")
@@ -79,7 +75,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethods) -> list[MethodSetting]:
+def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: ComparedMethods) -> list[MethodSetting]:
     """Returns the methods to measure: dense attention, then the gate and the router together, untrained if there are none."""
     block = next((each for each in methods.block_selections if each.gate), None) or untrained_gate(cfg, model)
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
@@ -97,14 +93,14 @@ def _cases(model: "PreTrainedModel", cfg: EvalRunConfig, methods: ComparedMethod
     ]
 
 
-def _random_prompts(model: "PreTrainedModel", requests: int, length: int, seed: int) -> list[list[int]]:
+def _random_prompts(model: PreTrainedModel, requests: int, length: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
 
 
 def measure(
-    model: "PreTrainedModel",
-    attached: "Callable[[], AbstractContextManager[Sparse | None]]",
+    model: PreTrainedModel,
+    attached: Callable[[], AbstractContextManager[Sparse | None]],
     prompts: list[list[int]],
     settings: ThroughputConfig,
 ) -> ThroughputRun:
@@ -136,7 +132,7 @@ def measure(
     )
 
 
-def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> "ContinuousBatchingConfig":
+def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
     """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
     pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # of a request
     return batching_config(

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, GateConfig
@@ -20,9 +21,6 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.serving.cache.install import install_layers
-
-if TYPE_CHECKING:
-    from transformers import Cache, DynamicCache, PreTrainedModel
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
 TRANSFORMERS = DENSE.of("transformers")
@@ -63,7 +61,7 @@ def _peak_resident_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_tokens: int, seed: int) -> "Cache":
+def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens: int, seed: int) -> Cache:
     """Returns a cache of ``length`` random keys and values of each sequence, with room for ``new_tokens`` more.
 
     An attached model takes it over without copying it. It grows where some layers keep the model's own attention.
@@ -90,14 +88,14 @@ def random_cache(model: "PreTrainedModel", batch: int, length: int, *, new_token
     return cache
 
 
-def with_growing_layers(model: "PreTrainedModel", cache: "Cache") -> "Cache":
+def with_growing_layers(model: PreTrainedModel, cache: Cache) -> Cache:
     """Returns ``cache`` with layers that append a token without copying the others, also where nothing is attached."""
     config = model.config
     install_layers(cache, None, num_layers=models.num_layers(config), served=models.served_layers(config))
     return cache
 
 
-def random_dynamic_cache(model: "PreTrainedModel", batch: int, length: int, *, seed: int) -> "DynamicCache":
+def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, seed: int) -> DynamicCache:
     """Returns transformers' default cache with ``length`` random keys and values of each sequence."""
     from transformers import DynamicCache
 
@@ -111,7 +109,7 @@ def random_dynamic_cache(model: "PreTrainedModel", batch: int, length: int, *, s
     return cache
 
 
-def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRoutingMethod:
+def untrained_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutingMethod:
     """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
     layers, heads = models.served_layers(config), models.num_kv_heads(config)
@@ -123,7 +121,7 @@ def untrained_router(cfg: EvalRunConfig, model: "PreTrainedModel") -> BucketRout
     return replace(BucketRoutingMethod.configured(router.method.of(UNTRAINED), router, cfg), keys=None)  # it has no thresholds
 
 
-def untrained_gate(cfg: EvalRunConfig, model: "PreTrainedModel") -> BlockSelectionMethod:
+def untrained_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> BlockSelectionMethod:
     """Returns an untrained gate, which has the cost of a trained one."""
     presets = cfg.model.presets
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)

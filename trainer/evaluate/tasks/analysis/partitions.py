@@ -1,7 +1,7 @@
 """k-means partitions for an analysis: those of the artifacts, and fitted ones of the other kind and of other sizes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +19,8 @@ from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from msattn.trainer.models.loading import Loaded
 
 POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
 MIN_CHUNKS = 4  # of training text
@@ -44,7 +40,7 @@ class TrainingKeys:
         return next(iter(self.before.values())).shape[1]
 
 
-def visit(loaded: "Loaded", input_ids: Tensor, layers: list[int], see: "Callable[[LayerInputs], object]") -> None:
+def visit(loaded: Loaded, input_ids: Tensor, layers: list[int], see: Callable[[LayerInputs], object]) -> None:
     """Runs a dense prefill of ``input_ids [N]`` and calls ``see`` with the inputs of each of ``layers``, one after another."""
 
     def seen_dense_attention(x: LayerInputs) -> Tensor:
@@ -111,7 +107,7 @@ def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> Trai
     return TrainingKeys(*joined, num_chunks=len(chunks))
 
 
-def check_num_keys(loaded: "Loaded", length: int, count: int, largest: int, num_layers: int) -> None:
+def check_num_keys(loaded: Loaded, length: int, count: int, largest: int, num_layers: int) -> None:
     """Raises UserError if ``count`` keys of each head are fewer than the buckets, or do not fit into memory."""
     config = loaded.model.config
     if count < largest:
@@ -157,7 +153,7 @@ def routings(job: Job, methods: ComparedMethods, keys: TrainingKeys) -> list[Buc
     return [*methods.bucket_routings, *fitted]
 
 
-def check_model_has(cfg: EvalRunConfig, loaded: "Loaded") -> None:
+def check_model_has(cfg: EvalRunConfig, loaded: Loaded) -> None:
     """Raises UserError if ``eval.analysis.layers`` or ``heads`` names one that the model does not have."""
     config, settings = loaded.model.config, cfg.eval.analysis
     for layer in models.attention_layers(config):

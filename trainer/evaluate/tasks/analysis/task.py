@@ -6,8 +6,6 @@
 - :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from msattn.trainer import models
@@ -25,10 +23,8 @@ from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selec
 from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
 
 NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 
@@ -70,7 +66,7 @@ def run(job: Job) -> list[EvalRow]:
     return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *errors.rows(length)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
     """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
     partitions.check_model_has(cfg, loaded)
     window, length = partitions.window_of(cfg, without_routers(methods)), cfg.eval.analysis.length
