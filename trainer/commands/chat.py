@@ -103,10 +103,7 @@ class Conversation:
         self._forget_cache()
 
     def answer(self, message: str) -> Turn:
-        """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains.
-
-        Raises UserError, and changes nothing, if the conversation is too long for the model or its chat template refuses it.
-        """
+        """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains."""
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer
         with StopOnInterrupt() as stop:

@@ -30,10 +30,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str, Answer]":
-    """Generates greedily with dense and with sparse attention, prints each answer when it is there and returns both by name.
-
-    With ``chat`` it chats with sparse attention instead, from ``prompt`` on if that is not empty.
-    """
+    """Generates with dense and with sparse attention, prints and returns both answers; with ``chat`` it chats instead."""
     from rich.console import Console
 
     from msattn.trainer.commands.greedy import check_fits, describe, load_served, tracked

@@ -29,10 +29,7 @@ WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up t
 
 
 def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
-    """Returns the overrides that ``--model`` and ``--data`` stand for, beside the other ``overrides`` of ``command``.
-
-    A model is a folder or Hub id, a GGUF file, or an option of the group ``model``; data a text file, a folder or a glob.
-    """
+    """Returns the overrides that ``--model`` and ``--data`` stand for, beside the other ``overrides`` of ``command``."""
     for group, value in {"model": model, "data": data}.items():
         if value is not None and (given := [each for each in overrides if each.startswith(f"{group}=")]):
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")

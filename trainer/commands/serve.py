@@ -93,10 +93,7 @@ def server(
     api_key: str | None = None,
     tracker: "Tracker | None" = None,
 ) -> "Iterator[tuple[Engine, Supervisor]]":
-    """Starts the engine of a loaded model, and yields it with a supervisor that has yet to run.
-
-    ``sparse`` is what :func:`msattn.attach` yielded for the model, None if it is served densely.
-    """
+    """Starts the engine of a loaded model (``sparse`` None: dense), and yields it with a supervisor that has yet to run."""
     from msattn.trainer.serving.engines.http.app import Guard, Service
     from msattn.trainer.serving.engines.http.engine import Engine
     from msattn.trainer.serving.engines.http.metrics import logged

@@ -50,8 +50,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: L
     """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, the thresholds that are missing.
 
     These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
-    read. They are measured as in the training of a gate, on the first training chunks of ``data``, which hold no held-out text,
-    in one pass for all, and kept in ``data.cache``.
+    read. All are measured in one pass, as in the training of a gate, and kept in ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
     if not needy or not any("blocks" in record(task).reads for task in cfg.eval.tasks):
@@ -74,10 +73,9 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: L
 
 
 def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> None:
-    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds.
+    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds, as in their training.
 
-    They are measured as in their training, on the first training chunks of ``data``, which hold no held-out text. Raises
-    UserError if the thresholds of an artifact do not cover a share.
+    Raises UserError if the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
         if not isinstance(each.router, PREDICTING):

@@ -122,10 +122,7 @@ class BucketRoutingMethod:
         return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
 
     def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
-        """Returns ``(label, setting)`` for each number of probes and, if the router predicts attention, each share of the keys.
-
-        Raises UserError if there are fewer buckets than probes.
-        """
+        """Returns ``(label, setting)`` for each number of probes and, with a router that predicts attention, each share of keys."""
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.method} has {self.router.num_buckets} buckets for each key/value head")
@@ -174,10 +171,7 @@ class ComparedMethods:
 
 
 def find_methods(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> ComparedMethods:
-    """Loads the artifacts of ``cfg.artifacts`` and those of this model and name, and adds ``eval.baselines``.
-
-    Artifacts that no task reads are not looked for. Raises UserError if a given one is missing, or one is of another model.
-    """
+    """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds ``eval.baselines``."""
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
     found: list[tuple[_Path, Any]] = []

@@ -28,20 +28,10 @@ if TYPE_CHECKING:
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
-    """Runs the tasks of ``cfg.eval`` and writes the results.
+    """Runs the tasks of ``cfg.eval`` and writes ``outputs/<model>/<name>/eval``: tables, figures and ``report.html``.
 
-    Returns
-    -------
-    Path
-        ``outputs/<model>/<name>/eval`` with tables, figures and ``report.html``. An earlier folder is renamed to
-        ``eval-<time it was written>``, or deleted with ``overwrite=true``.
-
-    Raises
-    ------
-    UserError
-        An artifact is damaged or belongs to another model, text of the evaluation is also training text, a length exceeds the
-        model's positions, there are more probes than buckets, the folder is not writable, or ``cfg.compare`` is not the folder
-        of an evaluation.
+    An earlier folder is renamed to ``eval-<time it was written>``, or deleted with ``overwrite=true``. Artifacts, text, lengths
+    and settings that do not fit raise UserError before the first task runs.
     """
     from msattn.trainer.data.prompts import read_prompts
     from msattn.trainer.evaluate.report import compare

@@ -49,22 +49,11 @@ SDPA_PRIORITY = [  # fastest first; PyTorch's own order has cuDNN last
 
 
 def finetune(cfg: FinetuneConfig) -> Path:
-    """Trains a whole model and writes the model and its gates; the job of ``msattn finetune``.
+    """Trains a whole model and writes it, and its gates, as ``outputs/<model.name>/<name>/model`` and ``gate``.
 
-    Returns
-    -------
-    Path
-        ``outputs/<model.name>/<name>/model``, a Hugging Face folder: weights, config with the RoPE scaling, tokenizer,
-        ``training.json``. The gates of the trained model are in the sibling folder ``gate``, checkpoints and metrics in
-        ``runs/finetune``.
-
-    Raises
-    ------
-    UserError
-        Before training: the folder exists, gates are missing or made for another model, chunks are longer than the model's
-        positions, the model is too large for the memory, or ``train.fsdp`` has fewer than two GPUs. Later: out of memory.
-    TrainingDiverged
-        A loss is not finite. The last complete checkpoint is kept.
+    Returns the model's folder: weights, config with the RoPE scaling, tokenizer, ``training.json``. Checkpoints and metrics are
+    in ``runs/finetune``. What cannot be trained is refused before the first step; after a loss that is not finite
+    (TrainingDiverged) the last complete checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
     _check_folders(cfg, folder)
@@ -101,10 +90,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
 
 
 def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
-    """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device.
-
-    Raises UserError: too few GPUs or too little memory, positions shorter than the chunks, or gates made for another model.
-    """
+    """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device."""
     device = models.resolve_device(cfg.device)
     _check_fsdp(cfg, device)
     # Random weights are drawn in the dtype of msattn train-gate, so that they are the same; checkpoints are read in fp32.
@@ -225,10 +211,7 @@ def _check_memory(cfg: FinetuneConfig, model: PreTrainedModel, device: torch.dev
 
 
 def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) -> dict[str, Tensor]:
-    """Gathers the weights and buffers of ``module`` on the CPU from all ranks; every rank must call it.
-
-    ``keep``: True returns them on this rank; otherwise the result is empty.
-    """
+    """Returns the weights and buffers of all ranks on the CPU, {} unless ``keep`` is set; every rank must call it."""
     weights = {}
     for name, tensor in module.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

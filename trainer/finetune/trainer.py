@@ -41,15 +41,9 @@ class GateTargets(NamedTuple):
 
 
 class FineTuner(nn.Module):
-    """Trains a language model, with or without gates; a module for the training loop.
+    """Trains a language model with fp32 weights, with gates or, if ``gate`` is None, with dense attention.
 
-    Parameters
-    ----------
-    model : the trained language model, with fp32 weights.
-    gate : gates that select the blocks that are read and are trained jointly; None for dense attention.
-    select : selection of blocks by the gate's scores.
-    gate_weight : weight of the gates' loss in the sum with the language model's.
-    dtype : dtype of matrix products, float32 or bfloat16.
+    ``gate_weight`` is the weight of the gates' loss in the sum with the language model's, ``dtype`` that of matrix products.
     """
 
     def __init__(
@@ -75,11 +69,7 @@ class FineTuner(nn.Module):
     def forward(self, input_ids: Tensor, weights: Tensor | None = None) -> dict[str, Any]:
         """Computes the loss of ``input_ids`` int64 ``[B, N]``, with token ``weights`` fp32 ``[B, N]`` (None: all 1).
 
-        Returns
-        -------
-        dict
-            ``loss``; ``parts``: ``language``, the mean cross-entropy (nats) of tokens 1 to N - 1, and, if gates are trained,
-            ``layer i`` for the loss of each gate.
+        ``parts`` of the result are ``language``, the mean cross-entropy (nats) of tokens 1 to N - 1, and the loss of each gate.
         """
         self._targets.clear()
         # Autocast's cache would hold a half-precision copy of every weight until the end of the pass.
@@ -135,14 +125,8 @@ def language_loss(
 ) -> Tensor:
     """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
-    The result does not depend on how a batch is split into micro-batches and among ranks. Logits are computed for a slice of
-    the tokens at a time, also in the backward pass.
-
-    Parameters
-    ----------
-    head : maps hidden states ``[n, hidden]`` to logits ``[n, vocabulary]``, a number that bounds the slices.
-    hidden : ``[B, N, hidden]``.
-    targets, weights : int64 and fp32 ``[B, N]``.
+    The result does not depend on how a batch is split into micro-batches and among ranks. ``hidden [B, N, hidden]`` has logits,
+    by ``head``, for a slice of the tokens at a time, also in the backward pass. Targets and weights are ``[B, N]``.
     """
     rows = max(1, LOGIT_BYTES // (4 * vocabulary))
 

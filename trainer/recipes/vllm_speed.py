@@ -105,10 +105,7 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
 
 
 def _in_process(*arguments: Any) -> dict[str, float | None]:
-    """Returns :func:`measure` of the arguments, computed by a process of its own.
-
-    Raises UserError for what vLLM or msattn refuses and for too little memory, Fault, with the traceback as a note, for others.
-    """
+    """Returns :func:`measure` of the arguments, computed by a process of its own."""
     name = "vLLM" if arguments[2] is None else "msattn"
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:

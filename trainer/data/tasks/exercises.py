@@ -224,10 +224,7 @@ def _repeated(
 
 
 def frequent_words(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
-    """Made-up words with frequencies after Zipf's law; the answer names the three most frequent, in this order.
-
-    A mark may be more frequent than all words; it does not count.
-    """
+    """Made-up words with frequencies after Zipf's law; the answer names the three most frequent. Marks do not count."""
     mark = one(rng, UNCOUNTED) if rng.random() < 0.4 else ""
     question = one(
         rng,

@@ -61,12 +61,8 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
 def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
     """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a transparent background, ``.svg``.
 
-    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels below each other.
-
-    Returns
-    -------
-    dict
-        ``{name: PNG file}`` of the figures, in the order of the report.
+    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels below each other. Returns the
+    PNG files by name, in the order of the report.
     """
     drawn = {}
     for name, figure_of in FIGURES.items():

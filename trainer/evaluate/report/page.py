@@ -191,10 +191,7 @@ def html_table(columns: dict[str, list[str]], bold: Sequence[bool] = ()) -> str:
 
 
 def figure(path: Path, explanation: str) -> str:
-    """Returns the SVG file beside the PNG file ``path``, inline and in the colours of the page, with its explanation (HTML).
-
-    A figure with a file for phones has both, of which the page shows one.
-    """
+    """Returns the figure's SVG file, inline and in the colours of the page, with its explanation (HTML)."""
     wide, phone = path.with_suffix(".svg"), phone_path(path)
     shown = f'<div class="scroll">{_inline(wide)}</div>'
     if phone.exists():

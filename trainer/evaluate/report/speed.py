@@ -98,10 +98,7 @@ def _value_ticks(axes: "Axes") -> None:
 
 
 def latency(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length.
-
-    With many methods, each is plotted in its setting that reads the fewest keys.
-    """
+    """Plots the speed-up over the fastest dense attention by length, and the parts of the time at the longest length."""
     rows = few_lines([row for row in rows if row.is_of_one_prompt()], 2 * MAX_LINES)
     if not rows:
         return None

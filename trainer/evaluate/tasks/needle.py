@@ -149,11 +149,7 @@ def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int) -> Samples:
-    """Returns ``samples`` prompts at each of ``depths``, drawn from the seed, in held-out wordings in turn.
-
-    They start with the BOS token, if there is one. Raises UserError if a prompt is too short for its needles, or longer than
-    the haystack.
-    """
+    """Returns ``samples`` prompts at each of ``depths``, drawn from the seed, in held-out wordings in turn, after BOS."""
     settings = cfg.eval.needle
     text = tokens.numpy()
     opening, reply = around_prompt(tokenizer, cfg.chat)

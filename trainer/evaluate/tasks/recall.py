@@ -124,10 +124,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) ->
 
 
 def compare(sparse: SparseAttention, out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:
-    """Compares sparse attention with dense ``out [B, H, N, D]`` and ``lse [B, H, N]``, over batch and queries.
-
-    The output error is the squared difference, relative to the squared dense output.
-    """
+    """Compares sparse attention with dense ``out [B, H, N, D]`` and ``lse [B, H, N]``, over batch and queries."""
     difference, size = (sparse.out.float() - out.float()).square(), out.float().square()
     return LayerRecall(attention_recall(sparse.lse, lse), difference.sum((0, 2, 3)) / size.sum((0, 2, 3)), share)
 

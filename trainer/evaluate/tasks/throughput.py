@@ -104,10 +104,7 @@ def measure(
     prompts: list[list[int]],
     settings: ThroughputConfig,
 ) -> ThroughputRun:
-    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a short request that is not measured.
-
-    Raises UserError if the engine refuses a request, for lack of pages or memory.
-    """
+    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a short request that is not measured."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 

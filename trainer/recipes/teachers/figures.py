@@ -24,10 +24,7 @@ def bfloat16_autocast(device: torch.device) -> torch.autocast:
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokens: np.ndarray, seq_len: int, tokenizer: Any) -> float:
-    """Returns the bits per UTF-8 byte of ``tokens`` in chunks of ``seq_len``.
-
-    The first token of a chunk is not predicted.
-    """
+    """Returns the bits per UTF-8 byte of ``tokens`` in chunks of ``seq_len``, whose first tokens are not predicted."""
     chunks = tokens[: len(tokens) // seq_len * seq_len].reshape(-1, seq_len)
     nats, device = 0.0, model.device
     for batch in _batches(chunks, seq_len):
@@ -41,10 +38,7 @@ def bits_per_byte(model: LlamaForCausalLM, tokens: np.ndarray, seq_len: int, tok
 
 @torch.no_grad()
 def needle_accuracy(model: LlamaForCausalLM, prompts: np.ndarray, answer_tokens: int) -> float:
-    """Returns the share of ``prompts [n, T]`` whose answer is predicted greedily.
-
-    All of the last ``answer_tokens`` tokens must be the most likely ones.
-    """
+    """Returns the share of ``prompts [n, T]`` whose last ``answer_tokens`` tokens are all the most likely ones."""
     correct, device = 0, model.device
     for batch in _batches(prompts, prompts.shape[1]):
         ids = torch.from_numpy(batch).to(device)
@@ -63,10 +57,7 @@ def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
 def needle_prompts(
     tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int, wordings: Sequence[Wording] = HELD_OUT
 ) -> dict[int, NeedlePrompts]:
-    """Returns ``samples`` prompts with one needle and with eight.
-
-    They have ``length`` tokens and ask in ``wordings``, in turn; the text around the needles is cropped from ``tokens``.
-    """
+    """Returns ``samples`` prompts of ``length`` tokens with one needle and with eight, in ``wordings`` in turn."""
     prompts: dict[int, NeedlePrompts] = {}
     for count in (1, 8):
         made = []
@@ -88,10 +79,7 @@ def evaluate(
 def held_out_metrics(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seq_len: int, heldout: Mapping[str, np.ndarray]
 ) -> dict[str, float]:
-    """Returns bits per byte of ``--test`` and needle accuracy in ``--haystack``, for those whose tokens ``heldout`` has.
-
-    Training must not have seen either text.
-    """
+    """Returns bits per byte of ``--test`` and needle accuracy in ``--haystack``, of those that ``heldout`` has."""
     metrics: dict[str, float] = {}
     if "--test" in heldout:
         metrics["test_bits_per_byte"] = bits_per_byte(model, heldout["--test"], seq_len, tokenizer)

@@ -47,10 +47,7 @@ def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
 
 
 def check_unseen(sources: Mapping[str, Sequence[Document]], heldout: Mapping[str, str]) -> None:
-    """Raises UserError if much of the text of a folder of ``heldout``, by the name of its option, is in ``sources``.
-
-    Warns if some of it is (:func:`msattn.trainer.data.overlap.refuse_shared`).
-    """
+    """Raises UserError if much of the text of a folder of ``heldout``, by option, is in ``sources``; warns of some."""
     for option, path in heldout.items():
         counts = shared_windows(chain.from_iterable(sources.values()), local_documents(option, path))
         refuse_shared(*counts, f"{option}={path}", "the training text")
@@ -101,10 +98,7 @@ def crop_from(tokens: np.ndarray) -> Crop:
 
 
 class StageDataset(Dataset[dict[str, Tensor]]):
-    """Sequences of one stage: ``input_ids`` (int32) and ``weights`` (float32), both ``[seq_len + 1]``.
-
-    Item ``i`` depends on (seed, stage, i) alone.
-    """
+    """Sequences ``input_ids`` int32 and ``weights`` fp32 ``[seq_len + 1]``; item ``i`` depends on (seed, stage, i) alone."""
 
     def __init__(self, texts: Texts, tasks: TaskSequences, stage: Stage, *, seed: tuple[int, int], bos: int) -> None:
         self.texts = texts

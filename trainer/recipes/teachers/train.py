@@ -66,10 +66,9 @@ class WeightedLanguageModel(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, weights: Tensor) -> dict[str, Any]:
-        """Returns the weighted mean loss (nats) of tokens 1 to T.
+        """Returns the weighted mean loss (nats) of tokens 1 to T of ``input_ids [B, T + 1]``.
 
-        ``input_ids`` and ``weights`` are ``[B, T + 1]``. ``parts`` holds the unweighted means over text tokens and over answer
-        tokens.
+        ``parts`` holds the unweighted means over text tokens and over answer tokens.
         """
         ids = input_ids.long()
         with bfloat16_autocast(ids.device):

@@ -66,10 +66,7 @@ def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str,
 
 @dataclass
 class BucketSizes:
-    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by partition and layer, on a CPU.
-
-    ``seed`` draws the samples, the same for every partition and layer.
-    """
+    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by partition and layer."""
 
     seed: int
     training: dict[tuple[Method, int], Tensor] = field(default_factory=dict)
@@ -77,10 +74,7 @@ class BucketSizes:
     num_buckets: dict[Method, int] = field(default_factory=dict)
 
     def rows(self, length: int) -> list[EvalRow]:
-        """Returns a row for each partition and way of sampling; the score is the mean :func:`deviation` from the training text.
-
-        ``extra`` holds the deviation of each sample and head, in the order of prompts or positions.
-        """
+        """Returns a row for each partition and way of sampling; the score is the mean deviation from the training text."""
         return [row for partition in self.num_buckets for row in self._rows(partition, length)]
 
     def _rows(self, partition: Method, length: int) -> Iterator[EvalRow]:

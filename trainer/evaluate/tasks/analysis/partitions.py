@@ -80,10 +80,7 @@ def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
 
 
 def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> TrainingKeys:
-    """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out.
-
-    Raises UserError if held-out text is also training text, or a partition has more buckets than there are keys.
-    """
+    """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out."""
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
     length, count = cfg.eval.analysis.length, num_training_chunks(cfg, methods)
@@ -125,10 +122,7 @@ def check_num_keys(loaded: Loaded, length: int, count: int, largest: int, num_la
 
 
 def routings(job: Job, methods: ComparedMethods, keys: TrainingKeys) -> list[BucketRoutingMethod]:
-    """Returns the routings of the artifacts, and fitted k-means so that there is one before and one after RoPE.
-
-    Further partitions before RoPE have the sizes of :func:`other_sizes`. ``methods.notes`` names the fitted ones.
-    """
+    """Returns the routings of the artifacts, and fitted k-means: one before RoPE, one after, and of the further sizes."""
     cfg, device = job.cfg, job.loaded.model.device
     main = num_buckets(cfg, methods)
     wanted = {BEFORE: (False, main), AFTER: (True, main)}
