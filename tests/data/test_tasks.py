@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.trainer.data.tasks import exercises, grammar, sequences
-from msattn.trainer.data.tasks.sequences import NAMES, TaskSequences, answer_weight, insert_spans, needle_prompt
+from msattn.trainer.data.tasks.sequences import NAMES, TaskSequences, answer_weight, crop_from, insert_spans, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, TRAINING, Wording, enumerated
-from msattn.trainer.recipes.teachers.text import crop_from
 from tests.factory import embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()

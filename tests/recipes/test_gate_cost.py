@@ -16,7 +16,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import GateDistiller
 from msattn.trainer.models.tap import run_backbone
 from msattn.trainer.recipes import gate_cost as cost
-from msattn.trainer.recipes.gate_cost import CostRow, measure, one_graph
+from msattn.trainer.recipes.gate_cost import measure, one_graph
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 
 # Proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a block map has half the size of the hidden states, the MLP's inner
@@ -133,7 +133,7 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
 
 def test_an_interrupted_run_keeps_the_earlier_table_and_its_own_rows(tmp_path, monkeypatch):
     def interrupted(cfg):
-        yield CostRow("forward, SDPA", 1, 96, "small", "CPU", seconds=1.0)
+        yield {"variant": "forward, SDPA", "seconds": 1.0}
         raise KeyboardInterrupt
 
     cfg = config(tmp_path)
@@ -153,7 +153,7 @@ def test_an_interrupted_run_keeps_the_earlier_table_and_its_own_rows(tmp_path, m
 def test_step_on_gpu_needs_the_memory_of_inference(tmp_path):
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768, "initializer_range": 0.02}
-    rows = {row.variant: row for row in measure(config(tmp_path, "cuda", 32768, 64, **shape))}
-    assert rows["forward, maxpool"].peak_gib is not None
-    assert (rows["train-gate"].memory_over_inference or 9) <= 1.1
-    assert (rows["train-gate"].over_maxpool or 9) <= 1.2  # 1.05 at 128k tokens; here launch overhead has a larger share
+    rows = {row["variant"]: row for row in measure(config(tmp_path, "cuda", 32768, 64, **shape))}
+    assert rows["forward, maxpool"]["peak_gib"] is not None
+    assert rows["train-gate"]["memory_over_inference"] <= 1.1
+    assert rows["train-gate"]["over_maxpool"] <= 1.2  # 1.05 at 128k tokens; here launch overhead has a larger share

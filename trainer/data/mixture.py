@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.data.chunking import Chunks
-from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, Tokens
+from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, Tokens, crop_from
 from msattn.trainer.errors import UserError
 
 
@@ -43,6 +43,4 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
         return self.chunks[index]["input_ids"].numpy()
 
     def _crop(self, rng: np.random.Generator, length: int) -> Tokens:
-        chunk = self._tokens(int(rng.integers(len(self.chunks))))
-        start = int(rng.integers(len(chunk) - length + 1))
-        return chunk[start : start + length]
+        return crop_from(self._tokens(int(rng.integers(len(self.chunks)))))(rng, length)

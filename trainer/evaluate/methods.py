@@ -122,7 +122,7 @@ class BucketRoutingMethod:
         return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
 
     def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
-        """Returns ``(label, setting)`` for each number of probes and, with a router that predicts attention, each share of keys."""
+        """Returns ``(label, setting)`` for each number of probes and, if the router predicts attention, each share."""
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.method} has {self.router.num_buckets} buckets for each key/value head")

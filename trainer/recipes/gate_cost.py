@@ -15,12 +15,12 @@ which remains if the run is interrupted.
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -43,52 +43,43 @@ from msattn.trainer.storage.replace import written_rows
 
 REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
+MAXPOOL = "forward, maxpool"
+Row = dict[str, Any]
+Variant = tuple[str, Callable[[], None], str | None]  # its name, a run of it, and the SDPA kernel that it uses
 
 
-@dataclass(frozen=True)
-class CostRow:
-    """One measurement; if it failed, ``seconds`` is None and ``note`` says why."""
-
-    variant: str  # the run, see the module
-    batch: int
-    seq_len: int
-    model: str
-    device: str
-    torch: str = torch.__version__
-    seconds: float | None = None  # median
-    peak_gib: float | None = None  # of device memory, weights included; None on a CPU
-    over_inference: float | None = None  # ratio of seconds to the first forward pass
-    over_maxpool: float | None = None  # ratio of seconds to the forward pass with maxpool_attention
-    memory_over_inference: float | None = None
-    note: str = ""
-
-
-def measure(cfg: TrainGateConfig) -> Iterator[CostRow]:
-    """Yields rows as they are measured; inference and maxpool come first."""
+def measure(cfg: TrainGateConfig) -> Iterator[Row]:
+    """Yields a row for each variant as it is measured, with its ratios to the first forward pass and to that with maxpool."""
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     teacher, device = loaded.model, loaded.model.device
     models.check_length(teacher.config, cfg.data.seq_len)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    size = (cfg.train.least_micro_batch, cfg.data.seq_len)
-    ids = torch.randint(len(loaded.tokenizer), size, generator=generator, device=device)
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    empty = CostRow("", *size, cfg.model.name, device_name)
+    batch, seq_len = cfg.train.least_micro_batch, cfg.data.seq_len
+    ids = torch.randint(len(loaded.tokenizer), (batch, seq_len), generator=generator, device=device)
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    facts = {"batch": batch, "seq_len": seq_len, "model": cfg.model.name, "device": machine, "torch": torch.__version__}
+    done: list[Row] = []
+    for name, call, kernel in _variants(cfg, teacher, ids):
+        done.append({"variant": name} | facts | _timed(call, device, kernel))
+        inference = next((row for row in done if row["seconds"]), done[0])
+        maxpool = next((row for row in done if row["variant"] == MAXPOOL), None)
+        yield done[-1] | {
+            "over_inference": _ratio(done[-1], inference, "seconds"),
+            "over_maxpool": _ratio(done[-1], maxpool, "seconds"),
+            "memory_over_inference": _ratio(done[-1], inference, "peak_gib"),
+        }
 
-    inference: CostRow | None = None
-    for name, kernel in SDPA_BACKENDS[device.type].items():
-        row = _timed(replace(empty, variant=f"forward, {name}"), partial(_infer, teacher, ids), device, kernel)
-        inference = inference or (row if row.seconds else None)
-        yield _with_ratios(row, inference, None)
-    with_maps = partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size, cfg.gate.target).out)
-    maxpool = _timed(replace(empty, variant="forward, maxpool"), with_maps, device)
-    yield _with_ratios(maxpool, inference, maxpool)
 
-    gate = Gate.build(teacher.config, cfg.gate).to(device)
+def _variants(cfg: TrainGateConfig, teacher: PreTrainedModel, ids: Tensor) -> Iterator[Variant]:
+    """Yields the variants, inference first, when there are no gates in memory yet."""
+    for name, kernel in SDPA_BACKENDS[teacher.device.type].items():
+        yield f"forward, {name}", partial(_infer, teacher, ids), kernel
+    yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size, cfg.gate.target).out), None
+    gate = Gate.build(teacher.config, cfg.gate).to(teacher.device)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=cfg.train.lr, fused=True)
     distiller = GateDistiller(gate, teacher)
-    for name, loss in (("train-gate", lambda: distiller(ids)["loss"]), ("one graph", partial(one_graph, gate, teacher, ids))):
-        row = _timed(replace(empty, variant=name), partial(_step, loss, optimizer), device)
-        yield _with_ratios(row, inference, maxpool)
+    yield "train-gate", partial(_step, lambda: distiller(ids)["loss"], optimizer), None
+    yield "one graph", partial(_step, partial(one_graph, gate, teacher, ids), optimizer), None
 
 
 @torch.no_grad()
@@ -119,59 +110,46 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _timed(row: CostRow, call: Callable[[], None], device: torch.device, kernel: str | None = None) -> CostRow:
-    """Returns ``row`` with time and peak memory of ``call``; SDPA uses ``kernel``."""
+def _timed(call: Callable[[], None], device: torch.device, kernel: str | None) -> Row:
+    """Returns median seconds and peak GiB of device memory, weights included (None on a CPU), or the reason for neither."""
     try:
         with use_backend(kernel):
             took = time_ms(call, device.type, repeats=REPEATS, min_repeats=REPEATS)
             resident = torch.cuda.memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             allocated_gb = peak_memory_gb(call, device.type)
     except BackendUnavailable as error:
-        return replace(row, note=str(error))
+        return {"seconds": None, "peak_gib": None, "note": str(error)}
     peak_gib = None if allocated_gb is None else resident + allocated_gb / GB_PER_GIB
-    return replace(row, seconds=took.median / 1e3, peak_gib=peak_gib)
+    return {"seconds": took.median / 1e3, "peak_gib": peak_gib, "note": ""}
 
 
-def _with_ratios(row: CostRow, inference: CostRow | None, maxpool: CostRow | None) -> CostRow:
-    """Returns ``row`` with its ratios to rows measured before."""
-
-    def over(base: CostRow | None, figure: str) -> float | None:
-        value, unit = getattr(row, figure), getattr(base, figure, None)
-        return value / unit if value and unit else None
-
-    of_inference, of_memory = over(inference, "seconds"), over(inference, "peak_gib")
-    return replace(row, over_inference=of_inference, over_maxpool=over(maxpool, "seconds"), memory_over_inference=of_memory)
+def _ratio(row: Row, base: Row | None, figure: str) -> float | None:
+    return row[figure] / base[figure] if base and row[figure] and base[figure] else None
 
 
 def cost(cfg: TrainGateConfig) -> Path:
     """Measures the cost, prints a table, and returns the CSV file of the rows, which replaces an earlier one."""
-    from rich.console import Console
-
     console = Console()
     path = cfg.folder / "cost" / "train_gate.csv"
     partial = path.with_name("train_gate.partial.csv")
-    rows: list[CostRow] = []
+    rows: list[Row] = []
     with locked(path), console.status("inference") as status:
-        for row in written_rows(measure(cfg), partial, asdict):
+        for row in written_rows(measure(cfg), partial, dict):
             rows.append(row)
-            status.update(f"{row.variant}: done")
+            status.update(f"{row['variant']}: done")
         partial.replace(path)
-    _print_table(rows, console)
+    first = rows[0]
+    title = f"{first['model']}, {first['batch']} x {first['seq_len']:,} tokens; {first['device']}"
+    table = with_columns(title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""])
+    for row in (row for row in rows if row["seconds"]):
+        figures = [row[name] for name in ("seconds", "over_inference", "over_maxpool", "peak_gib", "memory_over_inference")]
+        table.add_row(row["variant"], *("" if value is None else f"{value:.4g}" for value in figures))
+    console.print(table)
+    notes = [f"{row['variant']}: {row['note']}" for row in rows if row["note"]]
+    for note in (*notes, *([CPU_NOTE] if first["device"].startswith("CPU") else [])):
+        console.print(note, style="yellow", soft_wrap=True)
     console.print(f"Results: [bold]{path}[/bold]", soft_wrap=True)
     return path
-
-
-def _print_table(rows: list[CostRow], console: Any) -> None:
-    first = rows[0]
-    title = f"{first.model}, {first.batch} x {first.seq_len:,} tokens; {first.device}"
-    table = with_columns(title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""])
-    for row in (row for row in rows if row.seconds):
-        values = (row.seconds, row.over_inference, row.over_maxpool, row.peak_gib, row.memory_over_inference)
-        table.add_row(row.variant, *("" if value is None else f"{value:.4g}" for value in values))
-    console.print(table)
-    notes = [f"{row.variant}: {row.note}" for row in rows if row.note]
-    for note in (*notes, *([CPU_NOTE] if first.device.startswith("CPU") else [])):
-        console.print(note, style="yellow", soft_wrap=True)
 
 
 def main() -> None:

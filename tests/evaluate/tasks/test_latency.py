@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,8 +182,7 @@ def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.Monke
     model = models.load(cfg.model, device="cpu").model
     seconds = iter([0.0, *(100.0 + i for i in range(decoding.WARMUP_TOKENS)), *(104.0 + 0.5 * i for i in range(4))])
     monkeypatch.setattr(decoding.TokenClock, "put", lambda clock, value: clock.times.append(next(seconds)))
-    cache = random_dynamic_cache(model, 3, 50, seed=0)
-    done = decoding.measure_generate(model, cache, 3, 50, 4, nullcontext)
+    done = decoding.measure_generate(model, partial(random_dynamic_cache, model, seed=0), 4, nullcontext, 3, 50)
     assert next(seconds, None) is None, "every token is recorded"
     assert (done.rate, done.tokens, done.selectivity) == (3 * 4 / 2.5, 4, None)
 

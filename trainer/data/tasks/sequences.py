@@ -44,6 +44,18 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Any) -> Any: ...
 
 
+def crop_from(tokens: NDArray[Any]) -> Crop:
+    """Returns a function that draws successive tokens from a random place; it raises ValueError for more than there are."""
+
+    def crop(rng: Rng, length: int) -> Tokens:
+        if length > len(tokens):
+            raise ValueError(f"the text has {len(tokens)} tokens, but {length} are needed")
+        start = int(rng.integers(len(tokens) - length + 1))
+        return tokens[start : start + length].astype(np.int64)
+
+    return crop
+
+
 @dataclass(frozen=True)
 class Span:
     """Tokens ``ids`` to insert into a text before its token ``position``, with their loss weights."""

@@ -43,6 +43,7 @@ from msattn.trainer.serving.attach import Sparse
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
 TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
 SAME_MACHINERY = DENSE.of("same cache and graphs")
+MakeCache = Callable[[int, int], Cache]  # (batch, length) -> a cache of random keys
 Attached = Callable[[], AbstractContextManager[Sparse | None]]
 
 
@@ -107,47 +108,32 @@ def _cases(job: Job) -> list[DecodingCase]:
     if all(routing.router.artifact is None for routing in routings):
         routings = [untrained_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
-    by_transformers = partial(_measure_transformers, model, min(tokens, TRANSFORMERS_TOKENS), seed)
+    growing = partial(random_dynamic_cache, model, seed=seed)  # transformers' default
+    by_transformers = partial(measure_generate, model, growing, min(tokens, TRANSFORMERS_TOKENS), nullcontext)
     cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
+    fixed = partial(random_cache, model, new_tokens=WARMUP_TOKENS + tokens + 1, seed=seed)  # a pass more, before it stops
     launched_by = "CUDA graph" if model.device.type == "cuda" else "host"
     for name, kernel in SDPA_BACKENDS[model.device.type].items():
-        measure = partial(measure_kernel, model, kernel, tokens=tokens, seed=seed)
-        cases.append(DecodingCase(DENSE.of(name), "", launched_by, measure))
-    always_dense = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
-    attached = [(SAME_MACHINERY, "", always_dense)]
+        cases.append(DecodingCase(DENSE.of(name), "", launched_by, partial(measure_kernel, model, kernel, fixed, tokens)))
+    attached: list[tuple[Method, str, Attached]] = [
+        (SAME_MACHINERY, "", partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE))
+    ]
     attached += [
         (routing.method_at(setting), label, partial(routing.attach, model, setting))
         for routing in routings
         for label, setting in routing.own_settings()
     ]
     return cases + [
-        DecodingCase(method, label, "generate", partial(_measure_attached, model, each, tokens, seed))
+        DecodingCase(method, label, "generate", partial(measure_generate, model, fixed, tokens, each))
         for method, label, each in attached
     ]
 
 
-def _measure_transformers(model: PreTrainedModel, tokens: int, seed: int, batch: int, length: int) -> DecodingRun:
-    """Measures ``generate`` of transformers alone, with its default cache."""
-    cache = random_dynamic_cache(model, batch, length, seed=seed)
-    return measure_generate(model, cache, batch, length, tokens, nullcontext)
-
-
-def _measure_attached(
-    model: PreTrainedModel, attached: Attached, tokens: int, seed: int, batch: int, length: int
-) -> DecodingRun:
-    cache = random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed)
-    return measure_generate(model, cache, batch, length, tokens, attached)
-
-
-def _room(tokens: int) -> int:
-    """Returns the number of tokens that a cache needs room for; ``generate`` may run one more pass before it stops."""
-    return WARMUP_TOKENS + tokens + 1
-
-
 def measure_generate(
-    model: PreTrainedModel, cache: Cache, batch: int, length: int, tokens: int, attached: Attached
+    model: PreTrainedModel, make_cache: MakeCache, tokens: int, attached: Attached, batch: int, length: int
 ) -> DecodingRun:
     """Measures the last ``tokens`` tokens of greedy generation after a cache of ``length`` keys of each sequence."""
+    cache = make_cache(batch, length)
     ids = torch.zeros(batch, length + 1, dtype=torch.long, device=model.device)
     clock, new_tokens = TokenClock(), WARMUP_TOKENS + tokens
     generating: Any = model
@@ -173,7 +159,7 @@ def measure_generate(
 
 
 def measure_kernel(
-    model: PreTrainedModel, kernel: str | None, batch: int, length: int, *, tokens: int, seed: int
+    model: PreTrainedModel, kernel: str | None, make_cache: MakeCache, tokens: int, batch: int, length: int
 ) -> DecodingRun:
     """Measures dense attention with an SDPA kernel: one token as a CUDA graph or, on a CPU, ``tokens`` tokens.
 
@@ -181,7 +167,7 @@ def measure_kernel(
     """
     device, begin = model.device, torch.zeros(batch, 1, dtype=torch.long, device=model.device)
     with use_backend(kernel), tap(model, dense_attention):
-        cache = with_growing_layers(model, random_cache(model, batch, length, new_tokens=_room(tokens), seed=seed))
+        cache = with_growing_layers(model, make_cache(batch, length))
         if device.type == "cuda":
             with cost(device) as spent:
                 step_ms = _graph_ms(partial(step, model, cache, begin), device)

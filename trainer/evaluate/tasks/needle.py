@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.data.tasks.sequences import NeedlePrompt, needle_prompt
+from msattn.trainer.data.tasks.sequences import NeedlePrompt, crop_from, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import wilson
@@ -141,25 +141,17 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
     return job.rows(f"needle, {length} tokens", plan)
 
 
-def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> Tensor:
+def read_haystack(cfg: EvalRunConfig, tokenizer: Any) -> np.ndarray:
     """Returns the tokens of the documents in which the needles are hidden, concatenated."""
     enough = max(HAYSTACK_TOKENS, 2 * max(cfg.eval.needle.lengths))
-    tokens = data.encode(haystack(cfg.data, cfg.eval.needle.haystack), tokenizer, at_least=enough)
-    return torch.from_numpy(tokens.astype(np.int64))
+    return data.encode(haystack(cfg.data, cfg.eval.needle.haystack), tokenizer, at_least=enough)
 
 
-def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: Tensor, length: int) -> Samples:
+def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: np.ndarray, length: int) -> Samples:
     """Returns ``samples`` prompts at each of ``depths``, drawn from the seed, in held-out wordings in turn, after BOS."""
     settings = cfg.eval.needle
-    text = tokens.numpy()
     opening, reply = around_prompt(tokenizer, cfg.chat)
-
-    def crop(rng: np.random.Generator, size: int) -> np.ndarray:
-        if size > len(text):
-            raise ValueError(f"the haystack has {len(text)} tokens, but {size} are needed")
-        start = rng.integers(len(text) - size + 1)
-        return text[start : start + size]
-
+    crop = crop_from(tokens)
     prompts, depths = [], []
     for number, depth in enumerate(settings.depths):
         for sample in range(settings.samples):

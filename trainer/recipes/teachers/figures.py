@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from msattn.trainer.data.tasks.sequences import Tokens, needle_prompt
+from msattn.trainer.data.tasks.sequences import Tokens, crop_from, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
-from msattn.trainer.recipes.teachers.text import crop_from
 
 TEST_PROMPTS = 200
 

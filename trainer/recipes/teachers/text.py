@@ -14,7 +14,7 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.data.chunking import encode, warn_of_epochs
 from msattn.trainer.data.overlap import refuse_shared, shared_windows
 from msattn.trainer.data.sources import Document, documents, local_documents
-from msattn.trainer.data.tasks.sequences import Crop, TaskSequences, Tokens
+from msattn.trainer.data.tasks.sequences import TaskSequences, Tokens, crop_from
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import tokenizer as tokenizers
 from msattn.trainer.recipes.teachers.plans import Plan, Stage
@@ -86,15 +86,6 @@ class Texts:
 
     def crop(self, rng: np.random.Generator, length: int) -> Tokens:
         return crop_from(self.tokens[str(rng.choice(list(self.tokens), p=self._shares))])(rng, length)
-
-
-def crop_from(tokens: np.ndarray) -> Crop:
-
-    def crop(rng: np.random.Generator, length: int) -> Tokens:
-        start = int(rng.integers(len(tokens) - length + 1))
-        return tokens[start : start + length].astype(np.int64)
-
-    return crop
 
 
 class StageDataset(Dataset[dict[str, Tensor]]):
