@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -154,41 +155,19 @@ def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn: Run, he
     assert (code, err) == (2, "msattn: unknown key independent\n")
 
 
-def test_a_fault_of_the_job_is_raised(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Command, cfg: object, arguments: dict) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(Command, "run", broken)
+def test_errors_of_the_job_are_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = MagicMock()
+    monkeypatch.setattr(Command, "run", job)
+    job.side_effect = UserError("data.path=x: no such\nfile")
+    assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
+    job.side_effect = KeyboardInterrupt("saved in out; resume=true continues")
+    assert msattn("train-gate") == (130, "", "msattn: interrupted: saved in out; resume=true continues\n")
+    job.side_effect = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+    memory = "the GPU has too little memory (CUDA out of memory); reduce mta.blocks or train.batch_size"
+    assert msattn("train-mta") == (2, "", f"msattn: device=cuda: {memory}\n")
+    job.side_effect = RuntimeError("broken")
     with pytest.raises(RuntimeError, match="broken"):  # the interpreter prints the traceback and exits with 1
         cli.main(["train-gate"])
-
-
-def test_user_errors_of_the_job_are_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Command, cfg: object, arguments: dict) -> None:
-        raise UserError("data.path=x: no such\nfile")
-
-    monkeypatch.setattr(Command, "run", refuse)
-    assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
-
-
-def test_out_of_gpu_memory_is_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(self: Command, cfg: object, arguments: dict) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
-
-    monkeypatch.setattr(Command, "run", run_out)
-    code, _, err = msattn("train-mta")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "(CUDA out of memory); reduce mta.blocks" in err
-
-
-def test_ctrl_c_exits_with_130_and_the_message_of_the_job(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(self: Command, cfg: object, arguments: dict) -> None:
-        raise KeyboardInterrupt("saved in out; resume=true continues")
-
-    monkeypatch.setattr(Command, "run", interrupt)
-    code, _, err = msattn("train-gate")
-    assert code == 130
-    assert err == "msattn: interrupted: saved in out; resume=true continues\n"
 
 
 def test_other_ranks_write_no_run_folder(msattn: Run, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:

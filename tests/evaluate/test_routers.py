@@ -18,18 +18,10 @@ from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
-from tests.test_bad_input import text as words
 
 PRESET_BUCKETS = 8
 
 NAMES = {name: str(untrained_method(name).router.method) for name in ROUTERS}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "essay.txt").write_text(words(6000))
-    return str(folder)
 
 
 def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:

@@ -1,6 +1,6 @@
 """The pages of ``--help`` and ``msattn help``, composed from the groups of ``conf/`` and the keys of the schemas."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -62,7 +62,12 @@ def write(formatter: Any, sections: Iterable[Section]) -> None:
 def command_page(command: str) -> list[Section]:
     """Returns the groups and keys of ``command``, those that matter first at the beginning."""
     known, first = keys_of(command), COMMANDS[command].first.split()
-    rows = [_group_row(known.groups[name]) if name in known.groups else _key_row(known.keys[name]) for name in first]
+    rows = [
+        (f"{name}={group.chosen}", f"{', '.join(group.options)}: see below")
+        if (group := known.groups.get(name))
+        else _key_row(known.keys[name])
+        for name in first
+    ]
     groups = [_options(group) for name, group in known.groups.items() if len(group.options) > 1 and _uses(command, name)]
     others = [_key_row(key) for name, key in known.keys.items() if name not in first and _uses(command, name)]
     return [(f"Main keys, {_defaults(known)}", rows), *groups, (f"Other keys, {_defaults(known)}", others)]
@@ -88,13 +93,10 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
         return [_whole_key(known.keys[name], using[0]), see]
     keys = {key.name: key for key in known.keys.values() if key.name.startswith(f"{name}.")}
     for command in using[1:]:  # e.g. train.fsdp, which only finetune has
-        if any(key not in keys for key in _leaves_below(name, accepted[command])):
+        below = [key for key in accepted[command] if key.startswith(f"{name}.") and key not in keys]
+        if any(not any(other.startswith(f"{key}.") for other in accepted[command]) for key in below):
             found = keys_of(command).keys
-            keys |= {
-                key: replace(found[key], only=f"msattn {command}")
-                for key in found
-                if key.startswith(f"{name}.") and key not in keys
-            }
+            keys |= {key: replace(found[key], only=f"msattn {command}") for key in below if key in found}
     if topic == "select":
         refusing = {
             option: [each for each in using if option in COMMANDS[each].schema.refused] for option in group_options()[topic]
@@ -112,17 +114,9 @@ def _uses(command: str, name: str) -> bool:
     return not (issubclass(COMMANDS[command].schema, AnswerConfig) and name.partition(".")[0] in UNUSED)
 
 
-def _leaves_below(name: str, keys: list[str]) -> Iterator[str]:
-    return (key for key in keys if key.startswith(f"{name}.") and not any(other.startswith(f"{key}.") for other in keys))
-
-
 def _defaults(known: CommandKeys) -> str:
     """Returns the end of a heading, with the model that the defaults are for."""
     return f"with defaults for model={known.groups['model'].chosen}" if "model" in known.groups else "with defaults"
-
-
-def _group_row(group: Group) -> tuple[str, str]:
-    return f"{group.name}={group.chosen}", f"{', '.join(group.options)}: see below"
 
 
 def _key_row(key: Key) -> tuple[str, str]:

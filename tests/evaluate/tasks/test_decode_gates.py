@@ -22,17 +22,9 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of, write_artifact
-from tests.test_bad_input import text as words
 
 BLOCK = 16
 BLOCKS = 16  # of the 256 positions of the model
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "essay.txt").write_text(words(6000))
-    return str(folder)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from msattn.trainer.data.tasks.exercises import Rng, random_key, random_value
+from msattn.trainer.data.tasks.exercises import random_key, random_value
 from msattn.trainer.data.tasks.wordings import TRAINING
 
 Fact = tuple[str, str]  # a statement, and a question with its answer
@@ -27,13 +27,9 @@ def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 
         if distance >= min_distance:
             distance = 0
             if not recent or rng.random() < 0.5:
-                recent.append(_new(rng))
+                wording, key, value = TRAINING[rng.integers(len(TRAINING))], random_key(rng), random_value(rng)
+                recent.append((wording.state(key, value), f"{wording.ask([key], 1)} {value}."))
                 pieces.append(f" {recent[-1][0]} ")
             else:
                 pieces.append(f" {recent[rng.integers(len(recent))][rng.integers(2)]} ")
     return "".join(pieces)
-
-
-def _new(rng: Rng) -> Fact:
-    wording, key, value = TRAINING[rng.integers(len(TRAINING))], random_key(rng), random_value(rng)
-    return wording.state(key, value), f"{wording.ask([key], 1)} {value}."

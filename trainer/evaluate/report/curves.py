@@ -10,16 +10,15 @@ from msattn.trainer.evaluate.report.style import (
     key_share_axis,
     legend_below,
     legend_outside,
-    length_axis,
     log_ticks,
     longest,
     panel_grid,
     percent,
     percent_above,
     perplexity_axis,
+    plot_by_length,
     plot_line,
     plot_with_intervals,
-    row_title,
     subplots,
 )
 from msattn.trainer.evaluate.row import EvalRow
@@ -114,12 +113,8 @@ def documents(rows: list[EvalRow]) -> "Figure | None":
     if not rows:
         return None
     figure, (axes,) = panel_grid(1)
-    for number, name in enumerate(dict.fromkeys(map(row_title, rows))):
-        points = sorted((row for row in rows if row_title(row) == name), key=lambda row: row.extra["length"])
-        rise = [percent_above(row.ratio_to_dense) for row in points]
-        axes.plot([row.extra["length"] for row in points], rise, label=name, color=f"C{number % 10}", marker="o")
+    plot_by_length(axes, rows, lambda row: percent_above(row.ratio_to_dense))
     perplexity_axis(axes, [percent_above(row.ratio_to_dense) for row in rows])
-    length_axis(axes, rows)
     legend_outside(figure, axes)
     return figure
 

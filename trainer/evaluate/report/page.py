@@ -145,14 +145,11 @@ def examples(rows: list[EvalRow]) -> str:
         own = [min(points, key=_order) for _, points in shown_rows]
         parts.append(f"<p>{EXAMPLES}{NEEDLE_EXAMPLES if task == 'needle' else ''}</p>")
         prompts = list(zip(*(row.extra["examples"] for row in own), strict=True))
-        shown = sorted(prompts, key=_agreement)[:MOST_NEEDLES] if task == "needle" else prompts
-        parts += [_prompt(list(zip(own, answers, strict=True))) for answers in shown]
+        if task == "needle":  # the prompts on which the methods agree least: about half of them are right
+            prompts.sort(key=lambda answers: abs(2 * fmean(answer["correct"] for answer in answers) - 1))
+            del prompts[MOST_NEEDLES:]
+        parts += [_prompt(list(zip(own, answers, strict=True))) for answers in prompts]
     return "\n".join(parts)
-
-
-def _agreement(answers: tuple[dict[str, Any], ...]) -> float:
-    """Returns how far the methods agree on a prompt: 0 if half of them are right, 1 if all are right or all are wrong."""
-    return abs(2 * fmean(answer["correct"] for answer in answers) - 1)
 
 
 def _order(row: EvalRow) -> tuple[int, float]:

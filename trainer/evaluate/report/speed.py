@@ -9,6 +9,7 @@ from msattn.trainer.evaluate.report.style import (
     legend_under,
     length_axis,
     longest,
+    plot_by_length,
     plot_line,
     row_title,
     subplots,
@@ -103,27 +104,15 @@ def latency(rows: list[EvalRow]) -> "Figure | None":
     if not rows:
         return None
     figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
-    _plot_speedups(speedup, rows)
+    sparse = [row for row in rows if row.setting and row.ratio_to_dense]
+    plot_by_length(speedup, sparse, lambda row: 1 / (row.ratio_to_dense or 1.0))
+    speedup.axhline(1, color=INK, linewidth=0.8)
+    speedup.set(ylabel="speed-up over the fastest dense attention")
+    if sparse:
+        legend_under(speedup, 2)
     _plot_parts(parts, longest(rows))
     parts.set(xlabel="seconds to the first token", title=f"{longest(rows)[0].extra['length']:,} tokens")
     return figure
-
-
-def _plot_speedups(axes: "Axes", rows: list[EvalRow]) -> None:
-    """Plots dense over sparse time against the length, one line for each method and setting."""
-    lines: dict[str, list[EvalRow]] = {}
-    for row in rows:
-        if row.setting and row.ratio_to_dense:
-            lines.setdefault(row_title(row), []).append(row)
-    for number, (name, points) in enumerate(lines.items()):
-        speedups = [1 / (row.ratio_to_dense or 1.0) for row in points]
-        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "marker": "o"}
-        axes.plot([row.extra["length"] for row in points], speedups, label=name, **style)
-    axes.axhline(1, color=INK, linewidth=0.8)
-    axes.set(ylabel="speed-up over the fastest dense attention")
-    length_axis(axes, rows)
-    if lines:
-        legend_under(axes, 2)
 
 
 def _plot_parts(axes: "Axes", rows: list[EvalRow]) -> None:

@@ -156,6 +156,16 @@ def plot_line(axes: "Axes", points: Iterable[tuple[float, float]], label: str, *
         axes.plot(*zip(*ordered, strict=True), label=label, **style)
 
 
+def plot_by_length(axes: "Axes", rows: list[EvalRow], value: Callable[[EvalRow], float]) -> None:
+    """Plots a line of each method and setting against the length."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        lines.setdefault(row_title(row), []).append((row.extra["length"], value(row)))
+    for number, (title, points) in enumerate(lines.items()):
+        plot_line(axes, points, title, color=f"C{number % 10}", linestyle="-" if number < 10 else "--", marker="o")
+    length_axis(axes, rows)
+
+
 def legend_under(axes: "Axes", columns: int) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns)
 

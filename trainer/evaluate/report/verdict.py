@@ -52,7 +52,8 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     verbs = {1: "wins in", -1: "loses in", 0: "ties (the interval includes 0) in"}
     by_outcome = {verb: [line.quality for line in lines if line.outcome == outcome] for outcome, verb in verbs.items()}
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
-    lost = [row for row in rows if row.method.is_dense and row.score == 0 and _is_share(row.task)]
+    shares = {row.task for row in rows if (quality := record(row.task).quality) and quality.better == 1}
+    lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in shares]
     return [f"Against the best method without training, the best trained one {said}."] * bool(said) + [
         f"{row.task}, {row.extra['length']:,} tokens: dense finds nothing; this task says nothing here." for row in lost
     ]
@@ -66,11 +67,6 @@ def show(rows: Sequence[EvalRow], console: "Console") -> None:
         console.print(table)
     for sentence in sentences(rows, lines):
         console.print(sentence, style="bold", highlight=False, markup=False)
-
-
-def _is_share(task: str) -> bool:
-    quality = record(task).quality
-    return quality is not None and quality.better == 1
 
 
 def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:

@@ -209,14 +209,10 @@ def step(model: PreTrainedModel, cache: Any, token: Tensor) -> Tensor:
 def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense: dict[str, float]) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the rates of dense attention with the same batch and length."""
     graph_rate = done.rate if case.launched_by == "CUDA graph" else None
-    extra: dict[str, Any] = {
-        "length": length,
-        "batch": batch,
-        "launched_by": case.launched_by,
-        "device_tokens_per_s": graph_rate,
-    }
+    launched = {"launched_by": case.launched_by, "device_tokens_per_s": graph_rate}
+    extra = {"length": length, "batch": batch, **launched, **speedups(dense, done.rate)}
     spent = {"latency_s": batch / done.rate, "peak_memory_mb": done.peak_mb, "selectivity": done.selectivity}
-    fields: dict[str, Any] = {**spent, "samples": done.tokens, "extra": extra | speedups(dense, done.rate)}
+    fields: dict[str, Any] = {**spent, "samples": done.tokens, "extra": extra}
     ratio = done.rate / max(dense.values()) if dense else None
     return EvalRow("decoding", case.method, case.setting, done.rate, "tokens a second", None, ratio, **fields)
 

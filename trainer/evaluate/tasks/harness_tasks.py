@@ -4,7 +4,6 @@ import logging
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.values import nearest, shown
-from msattn.trainer.data.hub import PARQUET_BRANCH, load_failure
+from msattn.trainer.data.hub import PARQUET_BRANCH, load_failures
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.families import check_length
@@ -62,7 +61,7 @@ def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     with tempfile.TemporaryDirectory() as folder:
         loaded.tokenizer.save_pretrained(folder)
         for names, lengths, metadata in _metadata(cfg, folder):
-            with _refused(f"eval.harness.tasks={','.join(names)}"):
+            with load_failures(f"eval.harness.tasks={','.join(names)}", PARQUET):
                 tasks = _manager(cfg, names, metadata).load(names)["tasks"]
             for name, task in tasks.items():
                 found += _by_length(cfg, name, task, lengths)
@@ -125,7 +124,7 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     groups: dict[int | None, list[int]] = {}
-    with _refused(given):
+    with load_failures(given, PARQUET):
         makes_prompts = callable(task.config.custom_dataset)
         for number, sample in enumerate(task.eval_docs):
             length = sample.get("max_length") if makes_prompts else None  # as RULER's samples tell it
@@ -135,14 +134,3 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
     only = lengths[0] if makes_prompts and len(lengths) == 1 else None
     limit = cfg.eval.harness.limit
     return [TaskSamples(name, task, numbers[:limit], length or only) for length, numbers in groups.items()]
-
-
-@contextmanager
-def _refused(given: str) -> Iterator[None]:
-    """Raises what lm_eval, the code of its tasks and ``datasets`` raise as a UserError; they have no common exception."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        raise UserError(f"{given}: {load_failure(error, PARQUET)}") from error

@@ -143,13 +143,8 @@ def as_row(
         "examples": examples(samples, answers.texts),
     }
     interval, ratio = spread and (max(0.0, spread[0]), min(1.0, spread[1])), ratio_to(dense_score, score)
-    fields: dict[str, Any] = {
-        "ratio_to_dense": ratio,
-        "samples": sum(map(len, scores.values())),
-        "extra": extra,
-        **answers.spent,
-    }
-    return EvalRow("ruler", case.method, case.setting, score, "RULER's average", interval, **fields)
+    fields: dict[str, Any] = {**answers.spent, "samples": sum(map(len, scores.values())), "extra": extra}
+    return EvalRow("ruler", case.method, case.setting, score, "RULER's average", interval, ratio, **fields)
 
 
 def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -161,14 +161,8 @@ def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun,
     """Returns the row of a run; ``dense`` holds the rates of dense attention with the same requests."""
     read = {} if case.method.is_dense else {key: done.stats[key] for key in ("sparsity", "selectivity")}
     half, most = done.first_token(0.5), done.first_token(0.99)
-    extra: dict[str, Any] = {
-        "length": length,
-        "batch": requests,
-        "first_token_p50_s": half,
-        "first_token_p99_s": most,
-        "seconds": done.seconds,
-    }
-    extra |= speedups(dense, done.rate)
+    first = {"first_token_p50_s": half, "first_token_p99_s": most}
+    extra = {"length": length, "batch": requests, **first, "seconds": done.seconds, **speedups(dense, done.rate)}
     fields: dict[str, Any] = {**read, "latency_s": half, "peak_memory_mb": done.peak_mb, "samples": requests, "extra": extra}
     ratio = done.rate / max(dense.values())
     return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", None, ratio, **fields)
