@@ -1,11 +1,15 @@
-"""Free memory of this process, of the machine or of its container, and its release."""
+"""Free memory of the machine or of its container, the peak of this process, and the release of memory."""
 
 import gc
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+STATUS = Path("/proc/self/status")
 
 
 def free_memory() -> int:
@@ -21,6 +25,19 @@ def release_memory() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def peak_memory(device: Any) -> int:
+    """Returns the peak bytes of tensors on a GPU, or of the process's resident memory on a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM"):  # in KiB; may be reset, unlike the peak since the process started
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _left_in_groups() -> Iterator[int]:

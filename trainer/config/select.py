@@ -143,10 +143,11 @@ class TopK(SparsityConfig):
 
 @schema("select.")
 class Calibrated(SparsityConfig):
-    """Selects part of each row's top-k share, and blocks above a threshold per layer, which depends on the row's length.
+    """Selects part of each row's top-k share, and blocks above a threshold.
 
-    ``sparsity`` is the mean over the rows and heads of a layer. Thresholds are stored with a gate; ``msattn eval`` measures
-    those of other scores on training text. A ``Selection`` holds a function of the scores for each layer, made of them.
+    The threshold is that of the layer and of the row's length; ``sparsity`` is the mean over the rows and heads of a layer.
+    Thresholds are stored with a gate; ``msattn eval`` measures those of other scores on training text. A ``Selection`` holds a
+    function of the scores for each layer, made of them.
     """
 
     policy: PolicyName = key(POLICY, default="calibrated")
@@ -165,7 +166,7 @@ class Threshold(SelectConfig):
 
 @schema("select.")
 class Nucleus(SelectConfig):
-    """Selects the fewest blocks of each row whose row-normalised scores sum to ``mass``."""
+    """Selects the fewest blocks of each row whose scores sum to ``mass``."""
 
     policy: PolicyName = key(POLICY, default="nucleus")
     mass: Annotated[Number, Interval(gt=0, le=1)] = key("sum of the row-normalised scores of the blocks read", default=0.95)
@@ -191,7 +192,10 @@ class TokenBudget(SelectConfig):
 
 @schema("select.")
 class Multiscale(SelectConfig):
-    """Selects the best blocks whole and the next ones at lower resolution: a block at zoom z is read at 1 / z of its tokens."""
+    """Selects the best blocks whole and the next ones at lower resolution.
+
+    A block at zoom z is read at 1 / z of its tokens.
+    """
 
     policy: PolicyName = key(POLICY, default="multiscale")
     shares: list[Share] = key(

@@ -32,7 +32,7 @@ _BATCH_CHARACTERS = 2**23
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
-    """Chunks of ``seq_len`` tokens, with a hash of them all for manifests; item ``i`` is ``{"input_ids": int64 [seq_len]}``."""
+    """Chunks of tokens; item ``i`` is ``{"input_ids": int64 [seq_len]}``."""
 
     def __init__(self, tokens: np.ndarray, tokenizer: Any) -> None:
         self._tokens = tokens  # [chunks, seq_len]
@@ -48,7 +48,7 @@ class Chunks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
     def num_bytes(self, index: int) -> int:
-        """Returns the number of UTF-8 bytes of chunk ``index`` after its first token, the denominator of bits per byte."""
+        """Returns the UTF-8 bytes of a chunk after its first token, for bits per byte."""
         chunk = self._tokens[index].tolist()
         text, first = self._tokenizer.batch_decode(
             [chunk, chunk[:1]], skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -65,7 +65,7 @@ def chunks(
     seq_len: int | None = None,
     num_chunks: int | None = None,
 ) -> Chunks:
-    """Cuts the documents of ``cfg``, or the held-out ones, into chunks, in an order drawn from ``seed``.
+    """Cuts documents of ``cfg`` into chunks, in an order drawn from ``seed``.
 
     ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
     used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed. Raises
@@ -97,19 +97,19 @@ def chunks(
 def training_chunks(
     cfg: DataConfig, tokenizer: Any, *, seed: int, num_heldout: int, num_chunks: int | None = None
 ) -> tuple[Chunks, Chunks]:
-    """Returns the chunks of a training run and ``num_heldout`` held-out ones, whose texts must have nothing in common."""
+    """Returns training chunks and ``num_heldout`` held-out ones of other text."""
     check_heldout(cfg)
     train = chunks(cfg, tokenizer, seed=seed, num_chunks=num_chunks)
     return train, chunks(cfg, tokenizer, seed=seed, heldout=True, num_chunks=num_heldout)
 
 
 def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
-    """Prints a line if a training run that reads ``items`` chunks sees its text more than :data:`MOST_EPOCHS` times."""
+    """Prints a line if ``items`` chunks are over :data:`MOST_EPOCHS` passes."""
     warn_of_epochs(f"the {len(train)} chunks of the {_source_name(cfg, False)}", items / len(train), "train.steps")
 
 
 def warn_of_epochs(text: str, epochs: float, steps: str) -> None:
-    """Prints a line if training reads ``text`` more than :data:`MOST_EPOCHS` times; ``steps`` names the number of its steps."""
+    """Prints a line if there are over :data:`MOST_EPOCHS`; ``steps`` is a key."""
     if epochs > MOST_EPOCHS:
         advice = f"beyond {MOST_EPOCHS} times, more text or fewer {steps} are better"
         print_once(f"warning: training reads {text} {epochs:.1f} times; {advice}")
@@ -155,7 +155,7 @@ def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None, bos: bool = False) -> np.ndarray:
-    """Returns the tokens of the documents, int32 [n], each document followed by the end-of-text token.
+    """Returns the tokens of documents, int32 [n], each with an end-of-text token.
 
     With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so chunks that begin inside a
     document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
@@ -176,7 +176,7 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Returns the tokens of each text, without special tokens; refuses one that the tokenizer takes too long for."""
+    """Returns the tokens of each text, without special tokens."""
     try:
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     except BaseException as error:

@@ -44,7 +44,7 @@ class Document:
 
 
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
-    """Yields the training documents of ``cfg``, or the held-out ones, in a fixed order.
+    """Yields the training or held-out documents of ``cfg``, in a fixed order.
 
     Held-out documents are those of ``cfg.heldout_path`` or ``cfg.heldout_split``, if it is set. Otherwise a hash of the names
     holds out a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
@@ -68,7 +68,7 @@ def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
 
 def source_identity(cfg: DataConfig, *, heldout: bool) -> Any | None:
-    """Returns JSON values that change when the documents of :func:`documents` do, without reading these; None if not known.
+    """Returns JSON values that change when the documents do; None if not known.
 
     Files count as changed when their path, their size or a time of change differs, a Hub dataset when its commit does.
     """
@@ -116,7 +116,7 @@ def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """Returns True if the hash of ``name`` holds the document out; the same on every machine."""
+    """Returns True if the hash of ``name`` holds the document out."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_FRACTION == 0
 
 

@@ -22,7 +22,12 @@ def student_t(degrees: int) -> float:
     return z + first / n + second / n**2 + third / n**3
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+def within(interval: Interval | None, low: float = 0.0, high: float = 1.0) -> Interval | None:
+    """Returns an interval without what exceeds the possible values."""
+    return interval and (max(interval[0], low), min(interval[1], high))
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Returns the interval of the mean of independent values; None for fewer than two values."""
     if len(values) < 2:
         return None
@@ -30,7 +35,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return center - half, center + half
 
 
-def stratified_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+def stratified_interval(groups: Sequence[Sequence[float]]) -> Interval | None:
     """Returns the interval of the mean of the groups' means, for independent values; None if a group has fewer than two."""
     if min(map(len, groups)) < 2:
         return None
@@ -39,7 +44,7 @@ def stratified_interval(groups: Sequence[Sequence[float]]) -> tuple[float, float
     return center - half, center + half
 
 
-def wilson(successes: int, trials: int) -> tuple[float, float]:
+def wilson(successes: int, trials: int) -> Interval:
     """Returns Wilson's score interval of a proportion, which stays in [0, 1] and holds near 0 and 1."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"successes={successes}, trials={trials}: expected 0 <= successes <= trials and trials >= 1")

@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary sibling path to write, which is synced to disk and takes the place of ``path`` when the block ends.
+    """Yields a path to write that takes the place of ``path`` when the block ends.
 
     Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
     lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).

@@ -1,7 +1,6 @@
 """The callback of the training loop: loss sums, logging, evaluation, divergence checks and signal handling."""
 
 import os
-import resource
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
+from msattn.trainer.memory import peak_memory
 from msattn.trainer.progress import Progress, duration, postpone
 from msattn.trainer.training.checkpoints import (
     TrainingResult,
@@ -164,7 +164,7 @@ class TrainingCallback(TrainerCallback):
             figures["tokens_per_s"] = self._tokens * args.world_size / seconds
         figures["steps_per_s"] = self._steps / seconds
         figures["seconds_left"] = self._seconds_left(state)
-        figures["memory_gib"] = peak_memory_gib(args.device)
+        figures["memory_gib"] = peak_memory(args.device) / 2**30
         self._reset_sums()
         if args.process_index == 0:
             self.tracker.log(figures, state.global_step)
@@ -294,10 +294,3 @@ class TrainingCallback(TrainerCallback):
 
 def _one_line(figures: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if "layer" not in name)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Returns the peak memory of tensors on a GPU, or of this process if ``device`` is a CPU, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux

@@ -19,7 +19,7 @@ from msattn.trainer import data
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.intervals import mean_interval
+from msattn.trainer.evaluate.intervals import Interval, mean_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
@@ -166,41 +166,38 @@ def measure(
 def as_row(
     task: str, method: Method, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
 ) -> EvalRow:
-    """Returns the row of a run; raises UserError if its loss is not finite.
-
-    The interval of the ratio is that of the paired differences: both runs read the same chunks, so most of the spread cancels.
-    """
+    """Returns the row of a run; raises UserError if its loss is not finite."""
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
         raise UserError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
-    difference = [a - b for a, b in zip(run.losses, dense.losses, strict=True)]
-    ratio_spread = mean_interval(difference)
+    ratio, ratio_interval = _ratio(run.losses, dense.losses)
     extra = {
         "length": length,
         "bits_per_byte": loss * bits_per_byte_of_nats,
-        "ratio_interval": ratio_spread and [math.exp(bound) for bound in ratio_spread],
+        "ratio_interval": ratio_interval,
         "kl_divergence": fmean(run.divergences),
-        "kl_interval": _within(mean_interval(run.divergences), 0.0, math.inf),
+        "kl_interval": within(mean_interval(run.divergences), high=math.inf),
         "same_top": fmean(run.agreements),
-        "same_top_interval": _within(mean_interval(run.agreements), 0.0, 1.0),
+        "same_top_interval": within(mean_interval(run.agreements)),
         "losses": run.losses,
     }
-    interval, ratio = spread and (math.exp(spread[0]), math.exp(spread[1])), math.exp(fmean(difference))
+    interval = spread and (math.exp(spread[0]), math.exp(spread[1]))
     shares = ratio, run.sparsity, 1 - run.sparsity, run.recall
     cost = median(run.seconds), run.peak_mb, len(run.losses), extra
     return EvalRow(task, method, setting, math.exp(loss), "perplexity", interval, *shares, *cost)
 
 
-def _within(bounds: tuple[float, float] | None, low: float, high: float) -> list[float] | None:
-    """Returns an interval without what exceeds the possible values."""
-    return bounds and [min(max(bound, low), high) for bound in bounds]
+def _ratio(losses: list[float], others: list[float]) -> tuple[float, Interval | None]:
+    """Returns the ratio of two perplexities of the same texts, with its interval from the paired differences."""
+    differences = [a - b for a, b in zip(losses, others, strict=True)]
+    bounds = mean_interval(differences)
+    return math.exp(fmean(differences)), bounds and (math.exp(bounds[0]), math.exp(bounds[1]))
 
 
 def paired_losses(one: EvalRow, other: EvalRow) -> Difference:
     """Returns the relative difference of two perplexities of the same texts."""
-    differences = [a - b for a, b in zip(one.extra["losses"], other.extra["losses"], strict=True)]
-    bounds = mean_interval(differences)
-    return math.expm1(fmean(differences)), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
+    ratio, bounds = _ratio(one.extra["losses"], other.extra["losses"])
+    return ratio - 1, bounds and (bounds[0] - 1, bounds[1] - 1)
 
 
 def above_dense(name: str) -> Quality:

@@ -18,7 +18,7 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.intervals import mean_interval
+from msattn.trainer.evaluate.intervals import mean_interval, within
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
@@ -62,7 +62,7 @@ class MethodRecall:
         recall, error, shares = (torch.stack(parts) for parts in zip(*of_layers, strict=True))  # [layers, chunks, Hq]
         share = shares.mean().item()
         spread = mean_interval(recall.double().mean((0, 2)).tolist())
-        mean, interval = recall.mean().item(), spread and (max(0.0, spread[0]), min(1.0, spread[1]))
+        mean, interval = recall.mean().item(), within(spread)
         extra = {
             "length": length,
             "reads": "buckets" if self.routed else "blocks",

@@ -19,7 +19,7 @@ from msattn.trainer.config import RULER_TASKS, EvalRunConfig
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.intervals import stratified_interval
+from msattn.trainer.evaluate.intervals import Interval, stratified_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
@@ -123,17 +123,13 @@ def is_complete(sample: ruler.Sample, text: str) -> bool:
 def as_row(
     case: MethodSetting, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None
 ) -> EvalRow:
-    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself.
-
-    The interval of the ratio is that of the paired differences: both answered the same prompts, so most of the spread cancels.
-    """
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself."""
     texts = iter(answers.texts)
     scores = {name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()}
     by_task = {name: fmean(each) for name, each in scores.items()}
-    score, spread = fmean(by_task.values()), stratified_interval(list(scores.values()))
+    score, interval = fmean(by_task.values()), within(stratified_interval(list(scores.values())))
     dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
-    pairs = [zip(own, dense_scores[name], strict=True) for name, own in scores.items()]
-    rise = stratified_interval([[a - b for a, b in each] for each in pairs])
+    rise = _rise(scores, dense_scores)
     extra = {
         "length": length,
         "latency_of": "a prompt and its answer, in batches",
@@ -142,9 +138,10 @@ def as_row(
         "scores": scores,
         "examples": examples(samples, answers.texts),
     }
-    interval, ratio = spread and (max(0.0, spread[0]), min(1.0, spread[1])), ratio_to(dense_score, score)
     fields: dict[str, Any] = {**answers.spent, "samples": sum(map(len, scores.values())), "extra": extra}
-    return EvalRow("ruler", case.method, case.setting, score, "RULER's average", interval, ratio, **fields)
+    return EvalRow(
+        "ruler", case.method, case.setting, score, "RULER's average", interval, ratio_to(dense_score, score), **fields
+    )
 
 
 def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -164,8 +161,12 @@ def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> li
 
 def paired_scores(one: EvalRow, other: EvalRow) -> Difference:
     """Returns the difference of two averages over the tasks of RULER, of the same prompts."""
-    tasks = [zip(scores, other.extra["scores"][task], strict=True) for task, scores in one.extra["scores"].items()]
-    return one.score - other.score, stratified_interval([[a - b for a, b in pairs] for pairs in tasks])
+    return one.score - other.score, _rise(one.extra["scores"], other.extra["scores"])
+
+
+def _rise(scores: dict[str, list[float]], others: dict[str, list[float]]) -> Interval | None:
+    """Returns the interval of the difference, from paired differences: most of the spread of the same prompts cancels."""
+    return stratified_interval([[a - b for a, b in zip(own, others[name], strict=True)] for name, own in scores.items()])
 
 
 TASK = Task(

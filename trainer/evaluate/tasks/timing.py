@@ -1,7 +1,5 @@
 """Seconds and memory of a block of code, and common parts of the tasks of speed: caches of random keys, untrained artifacts."""
 
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, GateConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
+from msattn.trainer.memory import peak_memory
 from msattn.trainer.methods.base import DENSE, UNTRAINED
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -24,7 +23,7 @@ from msattn.trainer.serving.cache.install import install_layers
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
 TRANSFORMERS = DENSE.of("transformers")
-CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass
@@ -49,16 +48,7 @@ def cost(device: torch.device) -> Iterator[Cost]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     measured.seconds = time.perf_counter() - begin
-    measured.peak_mb = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else _peak_resident_mb()
-
-
-def _peak_resident_mb() -> float:
-    if STATUS.exists():
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 1024
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # elsewhere: the peak since the process started
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    measured.peak_mb = peak_memory(device) / 2**20
 
 
 def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens: int, seed: int) -> Cache:
