@@ -195,12 +195,6 @@ def test_bad_settings_are_refused(tmp_path: Path, change: dict[str, Any], named:
         run(Regression(), tmp_path, replace(TRAIN, **change))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["polynomial", "inverse_sqrt"])
-def test_every_schedule_that_is_accepted_runs(tmp_path: Path, schedule: str) -> None:
-    assert run(Regression(), tmp_path, replace(TRAIN, steps=2, warmup_steps=1, schedule=schedule)).steps == 2
-
-
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     train, job = replace(TRAIN, steps=1), {"tasks": 0.5, "gate.q_pool": ["avg"]}
     run(Regression(), tmp_path, train, extra_settings=job)

@@ -15,17 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.config import (
-    DataConfig,
-    DecodingConfig,
-    EvalConfig,
-    EvalRunConfig,
-    LatencyConfig,
-    ModelConfig,
-    ModelPresets,
-    SelectConfig,
-    TrackerConfig,
-)
+from msattn.trainer.config import DataConfig, DecodingConfig, EvalRunConfig, LatencyConfig, ModelPresets, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency
@@ -34,32 +24,23 @@ from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_ca
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache.layers import BucketLayer
-from tests.factory import tiny_architecture
-
-BUCKETS = 4
+from tests.evaluate import runs
+from tests.evaluate.runs import BUCKETS
 
 
 def config(outputs: Path, **changes: object) -> EvalRunConfig:
     """A small configuration of both tasks; ``changes`` replace fields."""
-    presets = ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8)
-    architecture = tiny_architecture(vocab_size=4096)
-    cfg = EvalRunConfig(
-        model=ModelConfig(name="rand", path="embedded", init="random", architecture=architecture, presets=presets),
-        data=DataConfig(source="stdlib", seq_len=64),
-        tracker=TrackerConfig(kind="none"),
-        outputs=str(outputs),
-        device="cpu",
-        select=SelectConfig(policy="calibrated", block_size=16, dense_below=10**6),
-        eval=EvalConfig(
-            tasks=["latency", "decoding"],
-            baselines=[],
-            latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01, chunk=100, turn=64),
-            decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
-        ),
-        probes=2,
-        recent=16,
+    cfg = runs.config(
+        outputs,
+        "unused",
+        tasks=["latency", "decoding"],
+        baselines=[],
+        latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01, chunk=100, turn=64),
+        decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
     )
-    return replace(cfg, **changes)
+    model = replace(cfg.model, presets=ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8))
+    select = SelectConfig(policy="calibrated", block_size=16, dense_below=10**6)
+    return replace(cfg, **{"model": model, "data": DataConfig("stdlib"), "select": select, "probes": 2, **changes})
 
 
 @pytest.mark.slow
