@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from msattn.trainer.ranks import num_ranks
+
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -141,7 +143,7 @@ def free_space(path: Path) -> str:
 
 def print_once(line: str) -> None:
     """Prints ``msattn: line`` on stderr, from only one of the processes of a ``torchrun`` that print the same line."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or _first_to_print(line):
+    if num_ranks() == 1 or _first_to_print(line):
         with suppress(OSError):  # stderr is closed or full
             sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
             sys.stderr.flush()
@@ -182,7 +184,7 @@ def exit_process(code: int) -> NoReturn:
             stream.flush()
         except OSError:  # the interpreter would try again and report it
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_ranks() > 1:
         os._exit(code)
     sys.exit(code)
 

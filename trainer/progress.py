@@ -3,7 +3,6 @@
 The innermost work that runs describes itself. Only rank 0 prints.
 """
 
-import os
 import sys
 import threading
 import time
@@ -14,13 +13,10 @@ from typing import Any
 from rich import progress as rich
 from rich.console import Console
 
+from msattn.trainer.ranks import is_main_rank
+
 INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
 LONGEST_INTERVAL = 300.0
-
-
-def is_main_rank() -> bool:
-    """Returns True in the one process of a ``torchrun`` that prints."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def duration(seconds: float) -> str:

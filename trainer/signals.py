@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from msattn.trainer.errors import Terminated
+from msattn.trainer.ranks import is_main_rank
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
@@ -39,7 +40,7 @@ def handled(handler: Handler) -> Iterator[None]:
 def end_at_once(number: int, frame: FrameType | None = None) -> None:
     """Ends the process without cleaning up. An exception might be lost, or become another, in the imports of libraries."""
     handle(lambda number, frame: None)  # a further signal must not print a second line
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_rank():
         with suppress(OSError):  # stderr is closed
             os.write(2, b"msattn: interrupted\n")
     end_silently(number)

@@ -22,6 +22,7 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
     "kernels.testing": 2,
     "kernels": 3,  # operations
     "kernels.bench": 4,
+    "trainer.ranks": 4,
     "trainer.errors": 5,
     "trainer.memory": 5,
     "trainer.progress": 5,

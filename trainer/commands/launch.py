@@ -20,9 +20,9 @@ from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.config import JobConfig, typed
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, disk_error, first_line, free_space
+from msattn.trainer.ranks import is_main_rank
 from msattn.trainer.signals import raised
 
-MAIN_RANK = "0"
 MOST_JOBS = 10_000  # of a sweep
 
 
@@ -56,7 +56,7 @@ def launch(
             _check_text(cfg, command)
             _check_outputs(cfg)
             overrides = _with_group(composed, overrides)
-            if os.environ.get("RANK", MAIN_RANK) == MAIN_RANK:  # under torchrun one process writes the run's folder
+            if is_main_rank():  # under torchrun one process writes the run's folder
                 results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
             else:
                 results = [task(without_hydra(composed))]

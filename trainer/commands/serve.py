@@ -14,6 +14,7 @@ from msattn.trainer.config import ServeConfig
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.progress import report
+from msattn.trainer.ranks import num_ranks
 
 if TYPE_CHECKING:
     from msattn.trainer.models import Loaded
@@ -49,7 +50,7 @@ def check_libraries() -> None:
     from msattn.trainer.serving.paged import check_version
 
     check_version("serve")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_ranks() > 1:
         raise UserError("serve: runs in one process; start it without torchrun")
 
 

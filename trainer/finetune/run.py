@@ -5,7 +5,6 @@ Training takes 16 bytes per parameter. With ``train.fsdp`` the ranks shard them,
 
 import copy
 import json
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import gate_thresholds, without_layers, write_gate
 from msattn.trainer.methods.selection import always_read
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
+from msattn.trainer.ranks import num_ranks
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
 from msattn.trainer.training.checkpoints import TrainingResult
@@ -181,14 +181,10 @@ def _load_gate(cfg: FinetuneConfig) -> Gate:
         raise UserError(f"artifacts.gate: {error}; {hint}") from error
 
 
-def _num_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
     if cfg.train.fsdp and device.type != "cuda":
         raise UserError("train.fsdp=true: accelerate shards weights on GPUs only; set train.fsdp=false on a CPU")
-    if cfg.train.fsdp and _num_ranks() == 1:
+    if cfg.train.fsdp and num_ranks() == 1:
         raise UserError(
             "train.fsdp=true: needs several processes, and there is one; "
             "torchrun --nproc-per-node 4 --no-python msattn finetune ... starts four"
@@ -199,7 +195,7 @@ def _check_memory(cfg: FinetuneConfig, model: PreTrainedModel, device: torch.dev
     """Raises UserError, before the first step, if weights and optimizer state exceed the memory of the GPU."""
     if device.type != "cuda":
         return
-    ranks = _num_ranks()
+    ranks = num_ranks()
     replicated = BYTES_PER_PARAMETER + (DDP_BYTES_PER_PARAMETER if ranks > 1 else 0)
     needed = model.num_parameters() * (BYTES_PER_PARAMETER / ranks if cfg.train.fsdp else replicated)
     memory = torch.cuda.get_device_properties(device).total_memory

@@ -14,6 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from msattn.trainer.errors import UserError, free_space, print_once
+from msattn.trainer.ranks import is_main_rank
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without locks
 
@@ -26,7 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
     lock, which rank 0 holds. Raises UserError with process id and host if another process or thread holds it.
     """
     path = _lock_file(folder)
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main_rank():
         holder = _read(path)
         if holder and holder.get("run") != _own()["run"] and _is_locked(path):
             raise _refusal(folder, holder)

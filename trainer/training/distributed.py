@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from msattn.trainer.errors import Fault, RankLost, Terminated, TrainingDiverged, print_once
+from msattn.trainer.ranks import is_main_rank, num_ranks
 
 if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
@@ -84,7 +85,7 @@ def fail_together() -> Iterator[None]:
     ranks. Raises RankLost if a connection broke, or torchrun sent SIGTERM, because another rank was lost. A rank that hangs, as
     in a collective on GPUs, prints the message from a thread and exits with code 1.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if num_ranks() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
     ranks = _LocalRanks()
@@ -131,7 +132,7 @@ class _LocalRanks:
         )
         own = psutil.Process()
         self._store.set(f"process {self._rank}", json.dumps([socket.gethostname(), own.pid, own.create_time()]))
-        ranks = [rank for rank in range(int(os.environ["WORLD_SIZE"])) if rank != self._rank]
+        ranks = [rank for rank in range(num_ranks()) if rank != self._rank]
         found = {rank: _find_process(*json.loads(self._store.get(f"process {rank}"))) for rank in ranks}
         self._processes = {rank: process for rank, process in found.items() if process is not None}
 
@@ -188,7 +189,7 @@ def isolated_rank(device: torch.device) -> Iterator[None]:
     transformers and accelerate detect other ranks by torchrun's environment variables and by accelerate's state, so both are
     removed for the block. The standard output of ranks other than 0 is dropped, as it would interleave with that of rank 0.
     """
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_main_rank()
     logger = logging.getLogger("transformers.training_args")  # warns of a process group that the Trainer does not use
     level = logger.level
     hidden = {name: os.environ.pop(name) for name in TORCHRUN_VARIABLES if name in os.environ}

@@ -13,6 +13,7 @@ from typing import Any
 from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.ranks import is_main_rank
 from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.training.wandb_run import WandbRun
@@ -68,7 +69,7 @@ class Tracker:
         not installed, or its server cannot be reached.
         """
         folder = Path(folder)
-        writes = os.environ.get("RANK", "0") == "0"
+        writes = is_main_rank()
         run = None
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
