@@ -79,7 +79,9 @@ def check_paged_bucket_decode(
     check_counts(counts, cache.k.shape[2], q)
 
 
-def check_paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> None:
+def check_paged_bucket_sizes(
+    buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int, counted: Tensor | None, sizes: Tensor | None
+) -> None:
     """Checks the arguments of ``paged_bucket_sizes``."""
     if buckets.dtype != torch.int16 or buckets.dim() != 3 or min(buckets.shape) < 1:
         raise ValueError(
@@ -88,3 +90,10 @@ def check_paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num
     _check_table("", table, kv_len, "buckets", buckets)
     if not 1 <= num_buckets <= MAX_BUCKETS:
         raise ValueError(f"num_buckets={num_buckets!r}: expected 1 to {MAX_BUCKETS:,}, the ids of int16")
+    if counted is not None:
+        check_tensor("counted", counted, torch.int32, (len(table),), "buckets", buckets, "one for each sequence")
+    if sizes is not None:
+        shape = (len(table), buckets.shape[2], num_buckets)
+        check_tensor("sizes", sizes, torch.int32, shape, "buckets", buckets, "one for each sequence, head and bucket")
+        if not sizes.is_contiguous():
+            raise ValueError(f"sizes has strides {sizes.stride()}: expected a contiguous tensor")

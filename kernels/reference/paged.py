@@ -125,14 +125,24 @@ def paged_bucket_decode(
     return SparseAttention(out.to(q.dtype).view(q.shape), lse.view(batch, q_heads, 1))
 
 
-def paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, *, num_buckets: int) -> Tensor:
+def paged_bucket_sizes(
+    buckets: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    *,
+    num_buckets: int,
+    counted: Tensor | None = None,
+    sizes: Tensor | None = None,
+) -> Tensor:
     """Reference of :func:`msattn.kernels.paged.paged_bucket_sizes`."""
-    check_paged_bucket_sizes(buckets, table, kv_len, num_buckets)
-    sizes = table.new_zeros((len(table), buckets.shape[2], num_buckets))
-    for own, (page, offset) in zip(sizes, filled_slots(table, kv_len, *buckets.shape[:2]), strict=True):
-        bucket = buckets[page, offset].T.long()  # [Hkv, kv_len]
-        counted = (bucket >= 0) & (bucket < num_buckets)
-        own.scatter_add_(1, bucket.where(counted, 0), counted.to(own.dtype))
+    check_paged_bucket_sizes(buckets, table, kv_len, num_buckets, counted, sizes)
+    sizes = table.new_zeros((len(table), buckets.shape[2], num_buckets)) if sizes is None else sizes
+    first = torch.zeros_like(kv_len) if counted is None else counted.clamp(min=0)
+    slots = filled_slots(table, kv_len, *buckets.shape[:2])
+    for own, (page, offset), left_out in zip(sizes, slots, first.tolist(), strict=True):
+        bucket = buckets[page, offset].T.long()[:, left_out:]  # [Hkv, n]
+        valid = (bucket >= 0) & (bucket < num_buckets)
+        own.scatter_add_(1, bucket.where(valid, 0), valid.to(own.dtype))
     return sizes
 
 

@@ -216,7 +216,9 @@ def _paged_bucket_sizes(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     num_buckets, page_size = _choose([(1024, 16), (100, 64), (2**15, 256)], head_size, sm)
     ids, table = torch.zeros(40, page_size, 2, dtype=torch.int16), torch.zeros(2, 20, dtype=torch.int32)
-    op.launch(ids, table, table[:, 0].contiguous(), num_buckets)
+    kv_len = table[:, 0].contiguous()
+    counted, sizes = _choose([None, kv_len, kv_len], head_size, sm), torch.zeros(2, 2, num_buckets, dtype=torch.int32)
+    op.launch(ids, table, kv_len, counted, sizes)
 
 
 def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:

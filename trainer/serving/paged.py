@@ -16,6 +16,7 @@ from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import sparsity
+from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
@@ -118,11 +119,15 @@ class PagedAttention:
         """Returns a pass; takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
         if now.state.pooled:  # not before the pass has computed them
             now.state.mark_pooled(now.pages, now.offsets // now.state.block_size, pooled=False)
-        if self.routed is not None and now.decoded is not None:
-            keys = now.decoded.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
-            longest = now.decoded.longest
-            short = longest is not None and longest < self.ways.routed_from(len(now.decoded.kv_len))  # all, for buckets
+        rows, sizes, short = now.decoded, now.state.sizes, False
+        if self.routed is not None and rows is not None:
+            keys = rows.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
+            short = rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))  # for buckets
             self.statistics.add_visible(keys, all_read=short)
+        if sizes is not None and rows is not None and not now.prompts and not short:
+            rows.counted = sizes.begin(rows.table, rows.kv_len)
+        elif sizes is not None:
+            sizes.forget()
         return now
 
     def release(self) -> None:
@@ -181,13 +186,20 @@ class PagedAttention:
             rows.window = self._window(rows)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        buckets, number = now.state.buckets[x.layer], self.routed.router.num_buckets
-        probes = self.routed.router.visit(
-            queries, self.routed.budget, lambda: paged_bucket_sizes(buckets, rows.table, rows.kv_len, num_buckets=number)
-        )
+        buckets = now.state.buckets[x.layer]
+        sizes = partial(self._sizes, now.state, x.layer, rows)
+        probes = self.routed.router.visit(queries, self.routed.budget, sizes)
         return paged_bucket_decode(
             q, cache, buckets, probes, recent=rows.window, sink=self.routed.sink, counts=counts, **scores
         ).out.squeeze(2)
+
+    def _sizes(self, state: PagedState, layer: int, rows: Sequences) -> Tensor:
+        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
+        assert self.routed is not None
+        where = (state.buckets[layer], rows.table, rows.kv_len)
+        if state.sizes is None or rows.counted is None:
+            return paged_bucket_sizes(*where, num_buckets=self.routed.router.num_buckets)
+        return state.sizes.count(layer, *where, rows.counted)
 
     def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
@@ -258,7 +270,11 @@ class PagedAttention:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
         routed = () if self.routed is None else self.routed.layers
         gate = None if self.gate is None else self.gate.cfg
-        return {"routed": routed, "gate": gate, "gated": served_layers(config), "requests": requests}
+        by_share = self.routed is not None and isinstance(self.routed.budget, KeyShare)
+        counted = self.routed.router.num_buckets if by_share else 0
+        return {
+            "routed": routed, "gate": gate, "gated": served_layers(config), "requests": requests, "counted": counted
+        }  # fmt: skip
 
     def _counter(self, state: PagedState) -> Tensor:
         """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""

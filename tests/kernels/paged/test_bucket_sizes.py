@@ -89,6 +89,30 @@ def test_any_pages(backend: Backend, device: str, lengths: list[int], page_size:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 200), st.sampled_from([0, 1, 16, 17, 64, 150])), min_size=1, max_size=3),
+    page_size=st.sampled_from([5, 64]),
+    num_buckets=st.integers(1, 70),
+    seed=st.integers(0, 2**16),
+)
+def test_adds_the_new_keys(
+    backend: Backend, device: str, lengths: list[tuple[int, int]], page_size: int, num_buckets: int, seed: int
+) -> None:
+    """The sizes of the first keys, with those of the others, are the sizes of all."""
+    all_keys = tuple(first + new for first, new in lengths)
+    first = tuple(first for first, _ in lengths)
+    buckets = random_buckets(len(lengths), 2, max(1, *all_keys), num_buckets, device, seed)
+    slots, table, kv_len = pages_of(buckets, all_keys, page_size, seed)
+    kept = counted(buckets, first, num_buckets)
+    got = paged_bucket_sizes(
+        slots, table, kv_len, num_buckets=num_buckets, counted=starts(first, device), sizes=kept, backend=backend
+    )
+    assert got is kept
+    assert torch.equal(got, counted(buckets, all_keys, num_buckets))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_any_strides(backend: Backend, device: str) -> None:
     slots, table, kv_len = pages_of(random_buckets(2, 2, 111, 10, device), (111, 30), 16)
     want = paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend)
@@ -108,9 +132,8 @@ def test_counts_nothing_beyond_the_table(device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     inputs = pages_of(random_buckets(2, 2, 70, 10, device), (70, 30), 16)
-    shared.assert_operator(
-        module._operator, (*inputs, 10, backend), paged_bucket_sizes, *inputs, num_buckets=10, backend=backend
-    )
+    operands = (*inputs, starts((60, 0), device), torch.zeros(2, 2, 10, dtype=INT, device=device), backend)
+    shared.assert_operator(module._operator, operands, paged_bucket_sizes, *inputs, num_buckets=10, backend=backend)
 
 
 @pytest.mark.gpu
@@ -135,6 +158,9 @@ def test_cuda_graph() -> None:
         ({"kv_len": torch.zeros(2, dtype=INT)}, "kv_len is torch.int32 \\(2,\\)"),
         ({"num_buckets": 0}, "num_buckets=0"),
         ({"num_buckets": 2**15 + 1}, "num_buckets=32769: expected 1 to 32,768"),
+        ({"counted": torch.zeros(2, dtype=INT)}, "counted is torch.int32 \\(2,\\)"),
+        ({"sizes": torch.zeros(1, 2, 4, dtype=INT)}, "sizes is torch.int32 \\(1, 2, 4\\)"),
+        ({"sizes": torch.zeros(1, 3, 2, dtype=INT).mT}, "contiguous"),
         ({"backend": "cuda"}, "backend='cuda'"),
         # values, which the torch backend reads
         ({"kv_len": torch.tensor([33], dtype=INT)}, "kv_len=\\[33\\]"),

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
+from msattn.kernels.paged import paged_bucket_sizes
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
@@ -247,25 +248,34 @@ def test_short_sequences_in_a_graph_read_every_key() -> None:
         assert sparse.stats()["selectivity"] < 1
 
 
-def test_shares_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets are chosen by density: with a threshold that all reach, tokens are those of dense attention."""
-    model, prompts = tiny_model(), ragged(6)
+def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets are chosen by density: with a threshold that all reach, tokens are those of dense attention.
+
+    The sizes of buckets are kept while sequences come and go, share pages and are preempted, and equal those of a new count.
+    """
+    model, prompts = tiny_model(), ragged(10)
     router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
     router.thresholds = {"shares": [0.1, 0.5], "densities": [1.1, 1e-9]}
     expected = [alone(model, prompt) for prompt in prompts]
-    visit, counted = router.visit, []
+    count, new = BucketSizes.count, []
 
-    def visited(x: LayerInputs, budget: Any, sizes: Any, **options: Any) -> Tensor:
-        counted.append((sizes(), x.kv_len))
-        return visit(x, budget, sizes, **options)
+    def compared(self: BucketSizes, layer: int, *where: Tensor) -> Tensor:
+        sizes = count(self, layer, *where)
+        assert torch.equal(sizes, paged_bucket_sizes(*where[:3], num_buckets=BUCKETS))
+        new.append(where[2] - where[3])
+        return sizes
 
-    monkeypatch.setattr(router, "visit", visited)
+    monkeypatch.setattr(BucketSizes, "count", compared)
     options: dict[str, Any] = {"qmodel": router, "recent": 8, "sink": 1, "dense_layers": (), "dense_below": 0}
+    pages = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
     with attach(model, **options, keys=0.5) as sparse:
-        assert together(model, sparse, prompts) == expected
+        assert together(model, sparse, prompts, **pages) == expected
         assert sparse.stats()["selectivity"] == 1
-    assert counted
-    assert all(torch.equal(sizes.sum(-1), kv_len[:, None].expand(sizes.shape[:2])) for sizes, kv_len in counted)
+    assert events["shared"] > 0
+    assert events["preempted"] > 0
+    counted = torch.cat(new).tolist()
+    assert counted.count(1) > len(counted) / 2  # most sequences go on from their last pass
+    assert max(counted) > 1
     with attach(model, **options, keys=0.1) as sparse:
         together(model, sparse, prompts)
         assert 0.1 < sparse.stats()["selectivity"] < 0.9

@@ -14,6 +14,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.config import GateConfig
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
+from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 
 
 class PromptChunk(NamedTuple):
@@ -38,7 +39,8 @@ class PagedState:
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
     ``routed`` layers get ``buckets``, int16 ``[P, page_size, Hkv]``. Layers that are ``gated`` by gates of configuration
     ``gate`` keep ``pooled`` keys before RoPE of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
-    ``is_pooled``, bool ``[P, page_size / block]``, says of which blocks they are there, in every layer.
+    ``is_pooled``, bool ``[P, page_size / block]``, says of which blocks they are there, in every layer. With ``counted``
+    buckets, ``sizes`` keeps the numbers of keys in so many of them.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PagedState:
         gate: GateConfig | None,
         gated: Iterable[int],
         requests: int,
+        counted: int = 0,
     ) -> None:
         self.gate, self.requests = gate, requests
         self._caches = dict(caches)
@@ -57,6 +60,10 @@ class PagedState:
         with torch.inference_mode(False):
             of_slots = {"size": keys.shape[:3], "dtype": torch.int16, "device": keys.device}
             self.buckets = {layer: torch.zeros(**of_slots) for layer in routed}
+            self.sizes: BucketSizes | None = None
+            if counted:
+                rows = (requests, self.kv_heads, counted, self.page_size)
+                self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
                 blocks, width = self.page_size // gate.block_size, len(gate.k_pool) * size
@@ -73,7 +80,7 @@ class PagedState:
 
     def release(self) -> None:
         """Lets go of the cache and of all memory."""
-        self._caches, self.buckets, self.pooled = {}, {}, {}
+        self._caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
 
     @property
     def layers(self) -> Iterable[int]:
