@@ -57,6 +57,7 @@ def bucket_decode(
     softcap: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
+    distinct: bool = False,
     counts: Tensor | None = None,
     backend: Backend | None = None,
 ) -> SparseAttention:
@@ -92,6 +93,8 @@ def bucket_decode(
         Left padding: positions before each sequence.
     kv_len : Tensor int32 ``[B]``, optional
         Number of filled positions among the M, padding included; all by default.
+    distinct : bool
+        No bucket is in a row of ``probes`` twice; more than 64 of them then need no sorting. Not checked.
     counts : Tensor int64 ``[B, Hkv]``, optional
         The number of keys read for each key/value head is added to it, in place. Contiguous.
     backend : {"triton", "torch"}, optional
@@ -114,7 +117,7 @@ def bucket_decode(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len)
+    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, distinct)
     if counts is None:
         return SparseAttention(*_operator(*arguments, backend))
     return SparseAttention(*_counting_operator(*arguments, counts, backend))
@@ -134,6 +137,7 @@ def launch(
     softcap: float | None,
     kv_start: Tensor | None,
     kv_len: Tensor | None,
+    distinct: bool,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels.
@@ -146,7 +150,7 @@ def launch(
     tile = default_tile(cols, q.element_size())
     concurrent = tile.programs * num_sms(q.device)
     splits = one_wave_splits(batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
-    if probes.shape[2] > MAX_PROBES:
+    if probes.shape[2] > MAX_PROBES and not distinct:
         probes = _distinct(probes)
     offsets, order, probes = (x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes))
 
@@ -168,7 +172,9 @@ def launch(
     return out, lse
 
 
-def _reference(offsets: Tensor, order: Tensor, recent_of: Tensor | None, recent: int, **others: Any) -> SparseAttention:
+def _reference(
+    offsets: Tensor, order: Tensor, recent_of: Tensor | None, recent: int, distinct: bool, **others: Any
+) -> SparseAttention:
     recently = recent if recent_of is None else recent_of
     return reference.bucket_decode(index=BucketIndex(offsets, order), recent=recently, **others)
 

@@ -193,11 +193,22 @@ def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.Monkey
     assert all(x.data_ptr() in addresses for x in (k, v, offsets, order, probes))
 
 
+def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, index, _ = Case(2, 4, 2, 300, 64, num_buckets=200).inputs(device)
+    probes = torch.rand(2, 2, 200, device=device).argsort(-1).int()[..., :150]
+    probes[:, :, ::3] = -1
+    want = bucket_decode(q, k, v, index, probes, recent=9, backend="torch")
+    monkeypatch.setattr(module, "_distinct", None)
+    got = bucket_decode(q, k, v, index, probes, recent=9, distinct=True, backend="triton")
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     recent, lengths = starts([5, 9], device), starts([70, 30], device)
-    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, backend)
+    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, False, backend)
     counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
     torch.library.opcheck(module._counting_operator, (*arguments[:-1], counts, backend))
     inputs = bucket_decode, q, k, v, index, probes

@@ -98,7 +98,7 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     probes, recent, kv_start, kv_len, counts = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
     for softcap in CAPS:
-        op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, softcap, kv_start, kv_len, counts)
+        op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, softcap, kv_start, kv_len, False, counts)
 
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:

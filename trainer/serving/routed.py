@@ -122,13 +122,14 @@ def decode_attention(
     """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys and the visited buckets.
 
     ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are queries of
-    one of its sequences. ``probes`` are int32 ``[B, Hkv, L]``, and a ``window`` of each row int32 ``[B]``. The number of keys
-    that are read is added to ``counts``, int64 ``[B, Hkv]``.
+    one of its sequences. ``probes`` are int32 ``[B, Hkv, L]``, in a row of which no bucket is twice, and a ``window`` of each
+    row int32 ``[B]``. The number of keys that are read is added to ``counts``, int64 ``[B, Hkv]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     state = bucket_decode(
-        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, counts=counts, **score_options(x)
-    )
+        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, distinct=True, counts=counts,
+        **score_options(x),
+    )  # fmt: skip
     return with_sinks(x, state)
 
 
