@@ -265,7 +265,9 @@ class ReadOptions:
 
     probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
     keys: KeyShare | None = key(
-        "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
+        "mean share of the keys outside the dense window that decoded queries read, e.g. 0.05; null: with a calibrated query "
+        "classifier and without probes, the share that the recorded number of probes would be of all buckets",
+        default=None,
     )
     recent: Tokens | None = key("last keys that are always read, in tokens; null: as recorded with the artifact", default=None)
     sink: TokensOrZero | None = key(

@@ -30,7 +30,7 @@ from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS, AnyRouter
-from msattn.trainer.serving.reads import serving_numbers
+from msattn.trainer.serving.reads import default_share, serving_numbers
 
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
@@ -88,7 +88,7 @@ class BlockSelectionMethod:
 class BucketRoutingMethod:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
-    Tasks that measure a single setting take ``probes``, a number of buckets, or ``keys``, a mean share of the keys. A setting
+    Tasks that measure a single setting take ``keys``, a mean share of the keys, or without it ``probes`` buckets. A setting
     is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers
     of probes that read about some shares of the keys, every task measures these instead of other numbers. With ``independent``
     each query head reads buckets of its own, which serving shares within a query group.
@@ -108,8 +108,11 @@ class BucketRoutingMethod:
     def configured(cls, method: Method, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the router with the configured numbers, else those that its artifact records."""
         defaults = decode_defaults(cfg.model.presets, router.num_buckets)
+        numbers = serving_numbers(router, cfg.routing, defaults)
         keys = cfg.keys if isinstance(router, PREDICTING) else None
-        return cls(method, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
+        if keys is None and cfg.probes is None:
+            keys = default_share(router, numbers["probes"])
+        return cls(method, router, **numbers, keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
         """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""
