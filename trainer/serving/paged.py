@@ -268,13 +268,11 @@ class PagedAttention:
 
     def state_options(self, config: Any, requests: int) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
-        routed = () if self.routed is None else self.routed.layers
-        gate = None if self.gate is None else self.gate.cfg
-        by_share = self.routed is not None and isinstance(self.routed.budget, KeyShare)
-        counted = self.routed.router.num_buckets if by_share else 0
-        return {
-            "routed": routed, "gate": gate, "gated": served_layers(config), "requests": requests, "counted": counted
-        }  # fmt: skip
+        routed, gate, counted = self.routed, None if self.gate is None else self.gate.cfg, 0
+        if routed is not None and isinstance(routed.budget, KeyShare):
+            counted = routed.router.num_buckets
+        of_layers = {"routed": () if routed is None else routed.layers, "gated": served_layers(config)}
+        return {**of_layers, "gate": gate, "requests": requests, "counted": counted}
 
     def _counter(self, state: PagedState) -> Tensor:
         """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""
