@@ -12,6 +12,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.untrained.clusters import ITERATIONS, KeyClusters
 from msattn.trainer.methods.untrained.lsh import CollidingKeys
 from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.untrained.random import RandomBuckets
@@ -33,6 +34,7 @@ ROUTERS: dict[str, Any] = {
     "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
     "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, SIZE),
     "quest": lambda layers: QuestBlocks(BUCKETS, layers, KV_HEADS),
+    "clusters": lambda layers: KeyClusters(BUCKETS, layers, KV_HEADS),
 }
 
 
@@ -81,6 +83,20 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
             best = second.argsort(descending=True, stable=True)[:count]
             chosen = torch.isin(position, best[second[best] > 0])
+        elif name == "clusters":
+            prompt = own[: max(1, num_keys - 1)]  # without the newest key
+            means = prompt[::8]
+            for _ in range(ITERATIONS):
+                nearest = torch.cdist(prompt, means).argmin(-1)
+                members = [prompt[nearest == number] for number in range(len(means))]
+                means = torch.stack([part.mean(0) if len(part) else old for part, old in zip(members, means, strict=True)])
+            sizes = nearest.bincount(minlength=len(means))
+            weights = (queries @ means.mT * 0.25).exp()
+            density = (weights / (weights * sizes).sum(-1, keepdim=True)).sum(0).masked_fill(sizes == 0, -1)
+            filled = int((sizes > 0).sum())
+            count = min(filled, max(min(probes, 1), int(probes * filled / BUCKETS + 0.5)))
+            read_numbers = density.argsort(descending=True)[:count]
+            chosen = torch.isin(torch.cat([nearest, torch.full((num_keys - len(prompt),), -1)]), read_numbers)
         else:
             buckets = torch.cat([router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head] for i in range(num_keys)])
             best = router.scores(0, q, q)[0, head].argsort(descending=True)[:probes]

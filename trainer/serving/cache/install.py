@@ -9,9 +9,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
+from msattn.trainer.methods.untrained.clusters import KeyClusters
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.serving.cache.buffer import grown_capacity
-from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, GrowingLayer
+from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, ClusterLayer, GrowingLayer
 
 
 def install_layers(
@@ -25,9 +26,9 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache, with the tokens that they hold.
 
-    Routed ones that are not in ``dense_layers`` become :class:`BucketLayer` or, of a ``BlockRouter``, :class:`BlockLayer`,
-    others :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches without the
-    full context on the model's device.
+    Routed ones that are not in ``dense_layers`` become :class:`BucketLayer` or, of a ``BlockRouter``, :class:`BlockLayer` or
+    :class:`ClusterLayer`, others :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError
+    for caches without the full context on the model's device.
     """
     replaced = range(num_layers) if served is None else served
     check_cache(cache, replaced, num_layers)
@@ -45,6 +46,8 @@ def install_layers(
 def _new_layer(router: Router | None, rebuild_every: int) -> GrowingLayer:
     if router is None:
         return GrowingLayer()
+    if isinstance(router, KeyClusters):
+        return ClusterLayer(router, rebuild_every)
     if isinstance(router, BlockRouter):
         return BlockLayer(router, rebuild_every)
     return BucketLayer(router.num_buckets, rebuild_every)

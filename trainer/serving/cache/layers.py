@@ -202,7 +202,7 @@ class BucketLayer(GrowingLayer):
         start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
             raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
-        due = num_new > MAX_ROUTED_TOKENS or self.indexed == 0 or self.rebuild_due(0)
+        due = self._is_due(num_new)
         if rotation is not None and not due:
             return
         for first in range(start, num_keys, ASSIGNED_AT_ONCE):
@@ -212,6 +212,10 @@ class BucketLayer(GrowingLayer):
             self.bucket_buffer.append(new)
         if due:
             self._rebuild_index(x, rotation)
+
+    def _is_due(self, num_new: int) -> bool:
+        """Returns whether a pass over ``num_new`` tokens builds the index."""
+        return num_new > MAX_ROUTED_TOKENS or self.indexed == 0 or self.rebuild_due(0)
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds the index of all keys that have buckets."""
@@ -324,3 +328,30 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
     if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
         there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
         raise UserError(f"past_key_values: it holds {there}; accepted is {here}, as in this pass")
+
+
+class ClusterLayer(BlockLayer):
+    """A :class:`BlockLayer` whose buckets are clusters of keys, with the mean key of each.
+
+    Keys are clustered when the index needs them, and stay in their clusters. Cropping leaves the means as they are.
+    """
+
+    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
+        """Clusters the keys that are in no cluster, and builds the index, when :meth:`BucketLayer.assign` does the second."""
+        if self._is_due(x.k_nope.shape[2]):
+            super().assign(router, x, rotation)
+
+    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
+        start = None if x.kv_start is None else (x.kv_start - first).clamp(0, end - first)
+        clusters, means = router.cluster(x.k[:, :, first:end], start)
+        clusters = torch.where(clusters < 0, -1, clusters + self._summaries.length)
+        self._summaries.append(means)
+        return clusters
+
+    def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
+        """Builds the index of all keys."""
+        self.num_buckets = self._summaries.capacity
+        self._store_index(self.bucket_buffer.filled)
+
+    def _shorten_index(self, length: int) -> None:
+        self._store_index(self.bucket_buffer.filled)
