@@ -85,7 +85,7 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             chosen = torch.isin(position, best[second[best] > 0])
         elif name == "clusters":
             prompt = own[: max(1, num_keys - 1)]  # without the newest key
-            means = prompt[::8]
+            means, nearest = prompt[::8], torch.zeros(0)
             for _ in range(ITERATIONS):
                 nearest = torch.cdist(prompt, means).argmin(-1)
                 members = [prompt[nearest == number] for number in range(len(means))]

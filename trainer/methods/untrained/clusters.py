@@ -90,10 +90,12 @@ def _k_means(keys: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """
     points = keys.to(torch.promote_types(keys.dtype, torch.float32))
     means, unused = points[:, :, ::size], ~real[:, :, None, ::size]
+    nearest = real.int()
     for _ in range(ITERATIONS):
+        # The nearest mean has the largest product less half its squared norm.
         half_norms = means.square().sum(-1)[:, :, None] / 2
-        nearest = (points @ means.mT - half_norms).masked_fill(unused, NOT_FAR).argmax(-1)  # the distance, less that to 0
-        nearest = nearest.masked_fill(~real, -1).to(torch.int32)
+        nearest = (points @ means.mT - half_norms).masked_fill(unused, NOT_FAR).argmax(-1)
+        nearest = nearest.masked_fill(~real, -1).int()
         sums, counts = bucket_sums(points, nearest, num_buckets=means.shape[2])
         means = torch.where(counts[..., None] > 0, sums / counts[..., None].clamp(min=1), means)
     return nearest, means
