@@ -127,6 +127,39 @@ def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int
             torch.testing.assert_close(out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1))
 
 
+def test_clusters_follow_a_cache() -> None:
+    """After appended, removed and reordered tokens every key before the window is in one cluster, and each row has its own."""
+    random, router = generator(1), ROUTERS["clusters"]([0])
+    q, cache = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64), DynamicCache()
+    install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
+    layer: Any = cache.layers[0]
+    routed = RoutedDecoding(
+        router=router, budget=Probes(BUCKETS), recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
+        measure_recall=False, statistics=Statistics(),
+    )  # fmt: skip
+
+    def append(count: int) -> LayerInputs:
+        new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
+        x = LayerInputs(0, q, *layer.update(new, new.flip(-1)), q, new, q, q, 0.25, None, layer)
+        layer.assign(router, x)
+        return x
+
+    append(100)
+    for change in (lambda: layer.crop(-3), lambda: layer.crop(-36), lambda: layer.reorder_cache(torch.tensor([1, 0]))):
+        for _ in range(20):
+            x = append(1)
+        index, indexed = layer.index, layer.indexed
+        assert indexed > x.num_keys - 8
+        assert torch.equal(index.order[..., :indexed].sort().values, torch.arange(indexed).int().expand(2, KV_HEADS, -1))
+        assert (index.offsets[..., -1] == indexed).all()
+        weights = (q.unflatten(1, (KV_HEADS, -1)).squeeze(3) @ x.k.mT * 0.25).softmax(-1)
+        torch.testing.assert_close(routed.attend(x, layer), (weights @ x.v).flatten(1, 2).unsqueeze(2))
+        change()
+    means = [[x.k[b, h, index.order[b, h, : index.offsets[b, h, 1]].long()].mean(0) for h in range(KV_HEADS)] for b in (0, 1)]
+    found = layer.summaries[:, :, 0]  # of the prompt, which is whole
+    torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in means]))
+
+
 def classifiers(kv_heads: int) -> QModel:
     """Classifiers that are the same whatever the number of key/value heads."""
     centroids = torch.nn.functional.normalize(torch.randn(1, KV_HEADS, BUCKETS, SIZE, generator=generator(3)), dim=-1)
