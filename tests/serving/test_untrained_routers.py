@@ -140,7 +140,8 @@ def test_clusters_follow_a_cache() -> None:
 
     def append(count: int) -> LayerInputs:
         new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
-        x = LayerInputs(0, q, *layer.update(new, new.flip(-1)), q, new, q, q, 0.25, None, layer)
+        keys, values = layer.update(new, new.flip(-1))
+        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, None, layer)
         layer.assign(router, x)
         return x
 
