@@ -291,7 +291,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
 def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
     model, gate, ids = tiny_model(initializer_range=0.3), noisy_gate(config(), std=0.2), topical_tokens(4, 40, seed=2)
     with torch.no_grad():  # flat scores in the last layer, which then reads more
-        gate.layers[1].query_weight.mul_(0.5)
+        gate.get_parameter("layers.1.query_weight").mul_(0.5)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
     assert gate.thresholds["layers"][0] == gate.thresholds["layers"][1]
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.7), gate)
