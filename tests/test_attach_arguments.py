@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import msattn
 from msattn.trainer.artifacts import SHIPPED, find
-from msattn.trainer.config.select import SCORES, select_config
+from msattn.trainer.config.select import BASELINES, select_config
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -76,7 +76,7 @@ def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     assert not torch.equal(logits(embedded, ids, gate="embedded", select="topk"), calibrated)
 
 
-@pytest.mark.parametrize("scores", [each for each in SCORES[1:] if each != "a_shape"])
+@pytest.mark.parametrize("scores", [each for each in BASELINES if each != "a_shape"])
 def test_a_baseline_is_named_by_its_scores(model: Any, scores: str) -> None:
     ids = random_tokens(1, 200)
     expected = logits(model, ids, select=msattn.SelectConfig(scores=scores, sparsity=0.5))

@@ -83,6 +83,11 @@ def test_every_option_composes(group: str) -> None:
     [
         ("eval", "eval.baselines=quest", "sink_local, vertical_slash; written as eval.baselines=[quest]"),
         ("eval", "eval.baselines=qest", "sink_local, vertical_slash (did you mean quest?)"),
+        (
+            "finetune",
+            "artifacts.gate=embedded select.scores=gate_question",
+            "select.scores=gate_question: finetune trains with gate",
+        ),
         ("eval", "select=quest", "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]"),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "gate.loss=mze: accepted are mse, kl, smooth_l1 (did you mean mse?)"),

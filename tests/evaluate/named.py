@@ -7,9 +7,10 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import GateScores
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.untrained import untrained_method
 
-KINDS = [GateScores, QModel, KMeans, DecodeGate, *(untrained_method(name).scorer for name in BASELINES)]
+KINDS = [GateScores, QuestionScores, QModel, KMeans, DecodeGate, *(untrained_method(name).scorer for name in BASELINES)]
 KINDS += [untrained_method(name).router for name in ROUTERS]
 METHODS = {each.name: each for each in (DENSE, WINDOW, *(kind.method for kind in KINDS))}
 

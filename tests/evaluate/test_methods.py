@@ -115,6 +115,10 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     assert len(passes) == 2
     ((_, select),) = other["gate"].settings([0.5])
     assert other["gate"].selection(select).always.sink_blocks == 3
+    question = calibrated(replace(cfg, select=replace(cfg.select, scores="gate_question")))
+    assert [*question] == ["gate_question", "gate_question, top-k", "gate", "quest"]
+    assert question["gate_question"].thresholds is not None
+    assert len(passes) == 3
 
 
 def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from msattn.kernels.common import block_counts
 from msattn.kernels.common.block_counts import blocks_read
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
-from msattn.trainer.config.select import Multiscale, Nucleus, Threshold, TokenBudget, TopK
+from msattn.trainer.config.select import GATE_SCORES, Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
@@ -285,7 +285,7 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("scores", [each for each in SCORES[1:] if each != "a_shape"])
+@pytest.mark.parametrize("scores", [each for each in SCORES if each not in (*GATE_SCORES, "a_shape")])
 @pytest.mark.parametrize("policy", FREE_POLICIES)
 def test_from_config_builds_every_baseline(scores, policy):
     selection = select.Selection.from_config(SelectConfig(policy=policy, scores=scores, block_size=BLOCK))
@@ -293,9 +293,10 @@ def test_from_config_builds_every_baseline(scores, policy):
     assert selection.blocks(layer_inputs(40)).dtype == (torch.uint8 if policy == "multiscale" else torch.bool)
 
 
-def test_gate_scores_need_a_gate():
-    with pytest.raises(UserError, match=r"select.scores=gate"):
-        select.Selection.from_config(SelectConfig())
+@pytest.mark.parametrize("scores", GATE_SCORES)
+def test_gate_scores_need_a_gate(scores):
+    with pytest.raises(UserError, match=rf"^select.scores={scores}: needs a gate"):
+        select.Selection.from_config(SelectConfig(scores=scores))
 
 
 def test_the_a_shape_needs_measured_spans():

@@ -39,7 +39,7 @@ def load_served(cfg: AnswerConfig) -> Served:
     gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTERS if chosen[kind]), None)
     options = {
         "gate": gate and Gate.load(gate),
-        "select": cfg.select if gate or cfg.select.scores != "gate" else None,
+        "select": cfg.select if gate or not cfg.select.by_gate else None,
         "qmodel": router and load_router(router),
         **cfg.routing,
     }
@@ -51,7 +51,7 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
 
     With a selection that needs no training, such as ``select=quest``, only those of the configuration.
     """
-    untrained = cfg.select.scores != "gate"
+    untrained = not cfg.select.by_gate
     chosen: dict[str, str | Path | None] = {
         kind: getattr(cfg.artifacts, kind) or (None if untrained else artifacts.default_artifact(cfg, kind))
         for kind in artifacts.KINDS
@@ -93,7 +93,8 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
     """Returns what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
     prompts = new_tokens = "dense"
     if served.options["select"] is not None:
-        source = _artifact("gate", served) if served.chosen["gate"] else cfg.select.scores
+        scores = cfg.select.scores
+        source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
         share = getattr(cfg.select, "sparsity", None)  # which not every policy has
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
     kind = next((kind for kind in ROUTERS if served.chosen[kind]), None)
@@ -102,9 +103,9 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
     return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
 
 
-def _artifact(kind: str, served: Served) -> str:
-    path = served.chosen[kind]
-    return f"the embedded {kind}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{kind} {path}"
+def _artifact(kind: str, served: Served, name: str | None = None) -> str:
+    path, name = served.chosen[kind], name or kind
+    return f"the embedded {name}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{name} {path}"
 
 
 def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:

@@ -30,7 +30,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.select import BASELINES, POLICIES, SelectConfig, SparsityConfig, check_usable
+from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig, SparsityConfig, check_usable
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -228,7 +228,7 @@ class FinetuneConfig(RunConfig):
 
     refused: ClassVar[Mapping[str, str]] = {
         **{policy: f"finetune trains with {' or '.join(TRAINABLE)}" for policy in POLICIES if policy not in TRAINABLE},
-        **dict.fromkeys(BASELINES, "finetune trains with gate"),
+        **dict.fromkeys(SCORES[1:], "finetune trains with gate"),
     }
     select: SelectConfig
     train: FinetuneTrainConfig
@@ -313,7 +313,8 @@ class EvalRunConfig(AttachConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         scores = self.select.scores
-        require(scores == "gate", "select.scores", scores, f"eval measures gates and the scores of eval.baselines=[{scores}]")
+        why = f"eval measures gates and the scores of eval.baselines=[{scores}]"
+        require(self.select.by_gate, "select.scores", scores, why)
 
     @property
     def all_keys(self) -> list[float]:

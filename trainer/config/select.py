@@ -49,7 +49,8 @@ def untrained_methods(kind: str) -> tuple[str, ...]:
 
 
 BASELINES, ROUTERS = untrained_methods("scorer"), untrained_methods("router")
-SCORES = ("gate", *BASELINES)
+GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}  # by name, the module of trainer/methods/gate
+SCORES = (*GATE_SCORES, *BASELINES)
 POLICIES: dict[str, type["SelectConfig"]] = {}  # by name; filled below the classes
 
 POLICY = "how block scores become blocks"
@@ -75,7 +76,10 @@ class SelectConfig:
 
     policy: PolicyName = key(POLICY, default="topk")
     _: KW_ONLY
-    scores: Scores = key("gate, or a method without training (msattn help select)", default="gate")
+    scores: Scores = key(
+        "gate, gate_question (joined with the last queries' attention), or a method without training (msattn help select)",
+        default="gate",
+    )
     sink_blocks: TokensOrZero | None = key(
         "number of leading blocks that every row reads; null: as the gate's artifact records, else 1", default=None
     )
@@ -115,6 +119,11 @@ class SelectConfig:
         except UserError as error:
             raise UserError(f"{error}; select={kind.policy} sets the policy together with its keys") from error
         return kind(**values)
+
+    @property
+    def by_gate(self) -> bool:
+        """True if the scores need a gate."""
+        return self.scores in GATE_SCORES
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
         """Returns a selection by another policy; the keys that both policies have keep their values."""

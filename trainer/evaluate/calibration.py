@@ -139,7 +139,7 @@ def _lacks(method: BlockSelectionMethod) -> bool:
 def _identity(method: BlockSelectionMethod) -> str:
     """Returns what the scores of a method depend on, besides model and text."""
     if method.gate is not None and method.gate.artifact is not None:
-        return method.gate.artifact.manifest["content_hash"]
+        return f"{method.gate.artifact.manifest['content_hash']} {method.select.scores}"
     return f"{method.select.scores} {method.select.block_size} {method.select.seed}"
 
 

@@ -232,10 +232,12 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
     size = gates[0][1].cfg.block_size if gates else cfg.select.block_size
     methods = []
     for path, gate in gates:
-        method = gate.scorer.method.of(source=path.source)
-        methods.append(BlockSelectionMethod(method, replace(cfg.select, scores="gate"), gate))
+        method = gate.scorer(cfg.select.scores).method.of(source=path.source)
+        methods.append(BlockSelectionMethod(method, cfg.select, gate))
         if isinstance(cfg.select, Calibrated) and not path.source:  # for a comparison of the policies
-            methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk", scores="gate"), gate))
+            methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
+        if cfg.select.scores != "gate" and not path.source:  # for a comparison of the scores
+            methods.append(BlockSelectionMethod(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
     return methods + [
         BlockSelectionMethod(untrained_method(name).scorer.method, replace(cfg.select, scores=name, block_size=size))
         for name in cfg.eval.baselines

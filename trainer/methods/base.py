@@ -98,16 +98,15 @@ class Scorer(Protocol):
 
 
 class TrainedScorer(Protocol):
-    """Interface of a gate, as far as a selection needs it: its block scores, and what its artifact records.
+    """Interface of a gate, as far as a selection needs it: its block scores by name, and what its artifact records.
 
     That is the blocks that every row reads in addition, and thresholds of ``calibrate_blocks``, None without any.
     """
-
-    @property
-    def scorer(self) -> Scorer: ...
 
     @property
     def always(self) -> "AlwaysRead": ...
 
     @property
     def thresholds(self) -> Mapping[str, Any] | None: ...
+
+    def scorer(self, name: str) -> Scorer: ...

@@ -7,7 +7,7 @@ share this interface. Nothing here synchronizes with the device.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class Selection:
         """The gate whose scores are used; None for other scores."""
         return getattr(self.scorer, "gate", None)
 
+    def needs_keys(self, x: "LayerInputs") -> bool:
+        """Returns whether the scores of a pass need each key; those of a gate may need the pooled ones alone."""
+        return self.gate is None or cast(Any, self.scorer).needs_keys(x)
+
     @classmethod
     def from_config(
         cls,
@@ -72,7 +76,7 @@ class Selection:
 
         Parameters
         ----------
-        gate : the gate whose scores are used, with ``scores="gate"``.
+        gate : the gate that scores of gates need.
         scorer : source of the scores ``a_shape``, from ``measure_spans``; None: the one that
             ``cfg.scores`` names.
         thresholds : table of ``calibrate_blocks`` for the policy ``calibrated``; None: the gate's.
@@ -84,11 +88,11 @@ class Selection:
             is calibrated and there are no thresholds, or they were measured with other blocks that are always read.
         """
         scorer = scorer or _scorer(cfg, gate)
-        recorded = gate.always if cfg.scores == "gate" and gate is not None else SINK_AND_LOCAL
+        recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL
         always = always_read(cfg, recorded)
         if not isinstance(cfg, Calibrated):
             return cls(replace(cfg, block_size=scorer.block_size), scorer, always)
-        if thresholds is None and cfg.scores == "gate" and gate is not None:
+        if thresholds is None and cfg.by_gate and gate is not None:
             _check_always(always, recorded)
             thresholds = gate.thresholds
         return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS))
@@ -112,12 +116,14 @@ class Selection:
 
 
 def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:
-    if cfg.scores != "gate":
+    if not cfg.by_gate:
         scorer = untrained_method(cfg.scores).scorer
         return scorer(**{item.name: getattr(cfg, item.name) for item in fields(scorer) if hasattr(cfg, item.name)})
     if gate is None:
-        raise UserError("select.scores=gate: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline")
-    return gate.scorer
+        raise UserError(
+            f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
+        )
+    return gate.scorer(cfg.scores)
 
 
 def always_read(cfg: SelectConfig, recorded: AlwaysRead = SINK_AND_LOCAL) -> AlwaysRead:

@@ -105,7 +105,7 @@ def _chosen_config(
             raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
         return None
     chosen = select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
-    if gate is not None and chosen.scores != "gate":
+    if gate is not None and not chosen.by_gate:
         raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
     return chosen
 

@@ -238,12 +238,14 @@ class PagedAttention:
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
         sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
-        if self.gate is not None:  # reads no other keys than the pooled ones
-            keys = _placeholder(x.q, 1, x.k.shape[1], item.keys)
-            return replace(sequence, k=keys, v=keys, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))
+        if self.gate is not None:
+            sequence = replace(sequence, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))
         if item.queries == item.keys:
             return sequence
-        k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+        if self.selection is not None and self.selection.needs_keys(sequence):
+            k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+        else:
+            k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
         return replace(sequence, k=k, v=v)
 
     def _window(self, rows: Sequences) -> int | Tensor:

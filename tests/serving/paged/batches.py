@@ -12,10 +12,10 @@ GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, 
 PAGE = 32
 
 
-def alone(model: Any, prompt: list[int]) -> list[int]:
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
     """Returns the tokens that ``generate`` gives for one prompt."""
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **options)
     return out[0, len(prompt) :].tolist()
 
 

@@ -14,8 +14,12 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from msattn.kernels.paged import paged_bucket_sizes
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.select import TopK
+from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.question import QuestionScores
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
@@ -107,6 +111,23 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
         assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 0)
     with attach(model, **attached, **ROUTED) as sparse:  # cut in the middle of a block, prompts would have other row blocks
         assert together(model, sparse, [*prompts, *reversed(prompts)], max_batch_tokens=chunk + 5) == expected + expected[::-1]
+
+
+@pytest.mark.parametrize("chunk", [512, 4 * BLOCK])
+def test_the_last_chunk_of_a_prompt_knows_its_question(chunk: int) -> None:
+    """It reads the cached keys of the chunks before, which are selected by the gate alone."""
+    model, (prompt,) = tiny_model(), prompts_of(190)
+
+    class KnownEnd(QuestionScores):
+        def __call__(self, x: LayerInputs) -> Tensor:
+            return super().__call__(replace(x, ends_prompt=x.num_keys >= len(prompt)))
+
+    gate = gate_for(model)
+    with attach(model, select=Selection(TopK(sparsity=0.5), KnownEnd(gate), AlwaysRead(0, 0)), **ROUTED):
+        expected = alone(model, prompt, prefill_chunk_size=chunk)
+    with attach(model, gate=gate, select=replace(HALF, scores="gate_question"), **ROUTED) as sparse:
+        assert together(model, sparse, [prompt], max_batch_tokens=chunk) == [expected]
+        assert sparse.stats()["dense_fallbacks"] == 0
 
 
 def test_the_last_queries_read_every_block() -> None:

@@ -117,7 +117,8 @@ def untrained_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> BlockSelection
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    return BlockSelectionMethod(gate.scorer.method.of(UNTRAINED), cfg.select.with_policy(policy, scores="gate"), gate)
+    method = gate.scorer(cfg.select.scores).method.of(UNTRAINED)
+    return BlockSelectionMethod(method, cfg.select.with_policy(policy), gate)
 
 
 def speedups(dense: Mapping[str, float], of: float) -> dict[str, float]:

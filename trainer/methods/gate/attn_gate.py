@@ -23,6 +23,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
+from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
@@ -249,10 +250,9 @@ class Gate(GateArtifact):
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
 
-    @property
-    def scorer(self) -> "GateScores":
-        """The block scores that a selection by these gates uses."""
-        return GateScores(self)
+    def scorer(self, name: str = "gate") -> "GateScores":
+        """Returns the block scores by these gates that have this name in ``select.scores``."""
+        return scorer_class(name)(self)
 
     def shard(self, part: HeadShard) -> "Gate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
@@ -349,6 +349,11 @@ class GateScores:
     def block_size(self) -> int:
         return self.gate.cfg.block_size
 
+    def needs_keys(self, x: "LayerInputs") -> bool:
+        """Returns whether the scores of a pass need each key, and not only the pooled ones."""
+        del x
+        return False
+
     def __call__(self, x: "LayerInputs") -> Tensor:
         scores = self.gate.scores(x)
         if not x.ends_prompt:
@@ -356,6 +361,9 @@ class GateScores:
         single, row = self.gate.scores_of_last_queries(x)
         row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
         return scores.scatter_reduce(2, row, single.amax(2, keepdim=True), "amax")
+
+
+scorer = GateScores
 
 
 def _check_keys(x: "LayerInputs") -> None:

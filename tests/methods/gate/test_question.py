@@ -1,0 +1,133 @@
+"""Scores of a gate that knows the question: against loops in fp64, padding, chunks, caches, calibration."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.gate import question
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
+from msattn.trainer.methods.gate.question import QuestionScores
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.thresholds import calibrate_blocks
+from msattn.trainer.models.tap import LayerInputs
+from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
+from tests.methods.gate.test_attn_gate import BLOCK, config, noisy_gate
+
+LAST = 24  # not whole blocks
+
+
+@pytest.fixture(autouse=True)
+def _few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(question, "LAST_QUERIES", LAST)
+
+
+def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
+    """Attention of the last queries of a sequence by their positions, fp64 over the positions up to each."""
+    pad = 0 if x.kv_start is None else int(x.kv_start[b])
+    found = {}
+    for query in range(max(0, x.num_queries - LAST), x.num_queries):
+        position = query + x.num_keys - x.num_queries - pad
+        if position >= 0:
+            keys = x.k[b, head // (x.q.shape[1] // x.k.shape[1]), pad : pad + position + 1].double()
+            logits = keys @ x.q[b, head, query].double() * x.scale
+            found[position] = (logits if x.softcap is None else x.softcap * (logits / x.softcap).tanh()).softmax(0)
+    return found
+
+
+def by_definition(gate: Gate, x: LayerInputs) -> Tensor:
+    """The scores in loops over heads, queries and blocks, fp64 ``[B, Hg, Tr, Tc]``."""
+    scores = gate.scores(x).double()
+    group, blocks = x.q.shape[1] // scores.shape[1], scores.shape[3]
+    for b, h in torch.cartesian_prod(*map(torch.arange, scores.shape[:2])).tolist():
+        pad = 0 if x.kv_start is None else int(x.kv_start[b])
+        keys, first = x.num_keys - pad, max(0, x.num_keys - x.num_queries - pad)
+        of_query: dict[int, Tensor] = {}  # mass in each block, the largest of the heads
+        for head in range(h * group, (h + 1) * group):
+            for position, mass in attention_of_last(x, b, head).items():
+                masses = torch.zeros(blocks * BLOCK, dtype=torch.float64)
+                masses[: position + 1] = mass
+                own = masses.view(blocks, BLOCK).sum(1)
+                of_query[position] = torch.maximum(of_query.get(position, own), own)
+        columns = torch.stack([*of_query.values()]).sum(0)
+        columns *= question.COLUMNS / columns.sum()
+        for r, begin in enumerate(range(first, keys, BLOCK)):
+            queries = range(begin, min(begin + BLOCK, keys))
+            joined = torch.zeros(blocks, dtype=torch.float64)
+            for c in range(queries[-1] // BLOCK + 1):
+                joined[c] = max(scores[b, h, r, c], columns[c])
+            joined /= joined.sum()
+            if known := [of_query[i] for i in queries if i in of_query]:
+                exact = torch.stack(known).amax(0)
+                exact /= exact.sum()
+                joined = exact if len(known) == len(queries) else torch.maximum(joined, exact)
+            scores[b, h, r] = joined
+    return scores
+
+
+CASES: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {  # changes of the gate, lengths, changes of the inputs
+    "whole blocks": ({}, [96], {}),
+    "the last row is short": ({}, [101], {"softcap": 3.0}),
+    "a shared gate head": ({"heads": "kv"}, [90], {}),
+    "shorter than the last queries": ({}, [LAST - 5], {}),
+    "one token": ({}, [1], {}),
+    "left padding": ({}, [90, 101, 37, 9], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_scores_equal_their_definition(case: str) -> None:
+    changes, lengths, of_inputs = CASES[case]
+    gate, model = noisy_gate(config(**changes), std=0.2), tiny_model()
+    ids, mask = left_padded([random_tokens(1, length, seed)[0] for seed, length in enumerate(lengths)])
+    for x in inputs_of_layers(model, ids, attention_mask=mask):
+        x = replace(x, q=3 * x.q, **of_inputs)  # sharper attention
+        torch.testing.assert_close(QuestionScores(gate)(x).double(), by_definition(gate, x), rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_sequence_of_a_batch_is_scored_as_alone_and_in_half_precision() -> None:
+    gate, model = noisy_gate(config(), std=0.2), tiny_model()
+    rows = [random_tokens(1, length, seed)[0] for seed, length in enumerate((90, 101, 37))]
+    ids, mask = left_padded(rows)
+    for layer, x in enumerate(inputs_of_layers(model, ids, attention_mask=mask)):
+        scores = QuestionScores(gate)(x)
+        for dtype in (torch.bfloat16, torch.float16):
+            half = replace(x, **{name: getattr(x, name).to(dtype) for name in ("q", "k", "v", "q_nope", "k_nope")})
+            assert (QuestionScores(gate)(half) - scores).abs().max() < 0.02
+        for b, row in enumerate(rows):
+            alone = QuestionScores(gate)(inputs_of_layers(model, row[None])[layer])
+            _, _, *blocks = alone.shape
+            torch.testing.assert_close(scores[b : b + 1, :, : blocks[0], : blocks[1]], alone, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
+    gate = noisy_gate(config(), std=0.2)
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, 101)):
+        earlier = replace(x, ends_prompt=False)
+        assert torch.equal(QuestionScores(gate)(earlier), gate.scores(x))
+        assert not QuestionScores(gate).needs_keys(earlier)
+        pooled = cast(AttnGate, gate.layers[x.layer]).pooled_inputs(x.q_nope, x.k_nope)[1]
+        last = {name: getattr(x, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
+        chunk = QuestionScores(gate)(replace(x, **last, pooled_keys=pooled))
+        torch.testing.assert_close(chunk, QuestionScores(gate)(x)[:, :, 4:], rtol=1e-4, atol=1e-6)
+
+
+def test_the_thresholds_of_the_gate_serve_its_scores() -> None:
+    gate, select = noisy_gate(config()), SelectConfig("calibrated", scores="gate_question")
+    with pytest.raises(UserError, match=r"needs calibrated thresholds of select.scores=gate_question"):
+        Selection.from_config(select, gate)
+    gate.always = AlwaysRead(2, 1)
+    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
+        "gate"
+    ]
+    selection, of_gate = Selection.from_config(select, gate), Selection.from_config(replace(select, scores="gate"), gate)
+    assert isinstance(selection.scorer, QuestionScores)
+    assert (selection.policy, selection.always) == (of_gate.policy, of_gate.always)

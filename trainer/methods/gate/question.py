@@ -1,0 +1,76 @@
+"""Scores of a gate that knows the question: joined with the exact attention of the last queries of a prompt.
+
+A gate scores blocks for each row by itself, before the question at the end of a prompt is known. The last queries know it, and
+the keys that they attend to are those that other rows need, too.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import last_row, normalize_rows, row_span, visible_blocks
+from msattn.trainer.methods.gate.attn_gate import GateScores
+from msattn.trainer.methods.untrained.vertical_slash import last_attention, last_positions
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+LAST_QUERIES = 64
+COLUMNS = 1.0  # weight of the mean attention of the last queries beside the gate's probabilities
+
+
+@dataclass(frozen=True)
+class QuestionScores(GateScores):
+    """Scores blocks by a gate and by the exact attention of the last queries of a prompt.
+
+    A block's score in a row is the larger one of the gate's probability and of the block's share of the attention of the last
+    queries; rows sum to 1. The row block of the last query gets its exact block map: the mass of each of its queries in each
+    block, the largest over the queries. A row block with other queries besides last ones gets the larger of both.
+
+    The chunks of a prompt before its last one do not know the question: they have the probabilities of the gate alone. The last
+    chunk has the attention of its own last queries.
+    """
+
+    method: ClassVar = Method(
+        "gate_question", "gate and question", trained=True, style={"color": "#009E73", "marker": "P"}, other_color="#66C2A5"
+    )
+
+    def needs_keys(self, x: "LayerInputs") -> bool:
+        return x.ends_prompt
+
+    @torch.no_grad()
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        scores = self.gate.scores(x)
+        if not x.ends_prompt:
+            return scores
+        seen = last_attention(x, LAST_QUERIES, self.block_size)
+        masses = torch.cat([mass.unflatten(-1, (-1, self.block_size)).sum(-1) for mass in seen], dim=1)
+        shared = masses.shape[1] // scores.shape[1]
+        masses = masses.unflatten(1, (-1, shared)).amax(2)  # [B, Hg, n, Tc]: a gate head serves all of its query heads
+        # In place: at 131,072 tokens the scores of 32 heads are half a GiB.
+        torch.maximum(scores, COLUMNS * normalize_rows(masses.sum(2, keepdim=True)), out=scores)
+        scores *= visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        scores /= scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        self._set_exact_rows(x, scores, masses)
+        return scores
+
+    def _set_exact_rows(self, x: "LayerInputs", scores: Tensor, masses: Tensor) -> None:
+        """Sets the rows of ``scores`` that hold the last queries, of which ``masses [B, Hg, n, Tc]`` are the attention."""
+        n, size = masses.shape[2], self.block_size
+        rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+        positions = last_positions(x, n)
+        touched = min(scores.shape[2], 1 + -(-(n - 1) // size))
+        base = (last_row(rows)[:, None] - (touched - 1)).clamp(min=0)
+        row = ((positions - rows.first[:, :1]) // size - base).clamp(min=0)  # padded queries, before row 0, have no mass
+        exact = masses.new_zeros(*scores.shape[:2], touched, scores.shape[3])
+        exact = normalize_rows(exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax"))
+        index = base + torch.arange(touched, device=x.q.device)
+        whole = rows.first.gather(1, index) >= positions[:, :1]
+        index = index[:, None, :, None].expand_as(exact)
+        scores.scatter_(2, index, torch.where(whole[:, None, :, None], exact, scores.gather(2, index).maximum(exact)))
+
+
+scorer = QuestionScores
