@@ -150,7 +150,7 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {  # what must be served; all else 
     "dense_layers": lambda x: isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x),
     "keys": lambda x: number(x) and (0.1 <= x <= 0.5 or (BLOCK <= x <= BLOCK * DECODE_GATE.num_buckets and x == int(x))),
     "threshold": lambda x: number(x) and 0 < x < 1,
-    "dense_below": lambda x: integer(x, 0),
+    "dense_below": lambda x: integer(x, 0, 10**9),
     **dict.fromkeys(("independent", *SWITCHES), lambda x: isinstance(x, bool | np.bool_)),
 }
 

@@ -125,7 +125,7 @@ def test_a_share_needs_thresholds_of_a_classifier() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
         ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
-        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too"),
+        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too; give one of the two"),
         ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
         ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': accepted is a number"),
     ]

@@ -20,6 +20,7 @@ from msattn.trainer.config.schema import (
     Flag,
     Int,
     KeyShare,
+    Layers,
     Number,
     OneOf,
     Seed,
@@ -273,12 +274,35 @@ class ReadOptions:
     sink: TokensOrZero | None = key(
         "first keys that are always read, in tokens; null: as recorded with the artifact", default=None
     )
-    dense_layers: list[CountOrZero] | None = key(
+    dense_layers: Layers | None = key(
         "layers in which decoding reads every key; null: as recorded with the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
         "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
         default=None,
+    )
+
+    def check_budget(self) -> None:
+        """Raises UserError for two of ``probes``, ``keys`` and ``threshold``, or ``keys`` that are neither share nor number."""
+        names = ("threshold", "keys", "probes")
+        given = [f"{name}={value:g}" for name in names if (value := getattr(self, name, None)) is not None]
+        if len(given) > 1:
+            raise UserError(f"{given[0]}: {given[1]} is given too; give one of the two")
+        ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
+        require(ok, "keys", self.keys, "accepted is null, a share in [0.001, 0.5], or a whole number of keys")
+
+
+@schema(kw_only=True)
+class BudgetOptions(ReadOptions):
+    """:class:`ReadOptions` with every budget of new tokens."""
+
+    keys: Number | None = key(
+        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates their number, "
+        "read in as many whole blocks as it holds",
+        default=None,
+    )
+    threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
+        "instead of probes or keys: probability from which a decode gate reads a block, e.g. 0.005", default=None
     )
 
 
@@ -293,12 +317,12 @@ class AttachConfig(ReadOptions, RunConfig):
     @property
     def routing(self) -> dict[str, Any]:
         """The arguments of :func:`msattn.attach` that say which keys are read."""
-        return {item.name: getattr(self, item.name) for item in fields(ReadOptions)}
+        names = (*(item.name for item in fields(ReadOptions)), "threshold", "independent")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ok = self.keys is None or self.probes is None
-        require(ok, "keys", self.keys, f"accepted is null with probes={self.probes}: give one of the two")
+        self.check_budget()
 
 
 @schema(kw_only=True)
@@ -325,33 +349,17 @@ class EvalRunConfig(AttachConfig):
 
 
 @schema(kw_only=True)
-class AnswerConfig(AttachConfig):
+class AnswerConfig(BudgetOptions, AttachConfig):
     """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "a_shape": "needs spans that msattn eval measures on text; sink_local has equal spans"
     }
-    keys: Number | None = key(
-        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates their number",
-        default=None,
-    )
-    threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
-        "instead of probes or keys: probability from which a decode gate reads a block, e.g. 0.005", default=None
-    )
     max_new_tokens: Count = key("number of tokens to generate, greedily", default=64)
-
-    @property
-    def routing(self) -> dict[str, Any]:
-        return super().routing | {"threshold": self.threshold}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_usable(self.select, self.refused)
-        ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
-        require(ok, "keys", self.keys, "accepted is null, a share in [0.001, 0.5], or a whole number of keys")
-        for name in ("probes", "keys"):
-            ok, other = self.threshold is None or getattr(self, name) is None, f"{name}={getattr(self, name)}"
-            require(ok, "threshold", self.threshold, f"accepted is null with {other}: give one of the two")
 
 
 @schema(kw_only=True)
@@ -361,10 +369,6 @@ class GenerateConfig(AnswerConfig):
     independent: Flag = key(
         "each query head reads buckets of its own, which a query group shares otherwise (and always in serve)", default=False
     )
-
-    @property
-    def routing(self) -> dict[str, Any]:
-        return super().routing | {"independent": self.independent}
 
 
 @schema("server.", kw_only=True)

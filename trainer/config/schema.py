@@ -5,14 +5,14 @@ Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stan
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 from annotated_types import Interval, MinLen
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Strict, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainValidator, Strict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from msattn.trainer.config.values import DTYPES, UNPRINTABLE, nearest, power_of_two, shown
@@ -22,10 +22,10 @@ Config = TypeVar("Config")
 
 
 def _number(value: Any) -> Any:
-    """Returns numbers of other libraries, such as NumPy's, as Python's; other values as they are."""
-    if isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+    """Returns numbers of other libraries, such as NumPy's, as Python's; raises ValueError for other values, also tensors."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError("no number")
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _text(value: Any) -> Any:
@@ -56,6 +56,21 @@ class OneOf:
         return value
 
 
+@dataclass(frozen=True)
+class Instance:
+    """Annotates objects of the annotated types, which messages call ``words``."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        def check(value: Any) -> Any:
+            if not isinstance(value, source):
+                raise ValueError("another type")
+            return value
+
+        return PlainValidator(check).__get_pydantic_core_schema__(Any, handler)
+
+
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict(), BeforeValidator(_text)]
 Int = Annotated[int, Strict(), BeforeValidator(_number)]
@@ -71,6 +86,8 @@ Sparsity = Annotated[Number, Interval(ge=0, lt=1)]
 KeyShare = Annotated[Number, Interval(ge=0.001, le=0.5)]
 Seed = Annotated[Int, Interval(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[Int, Interval(ge=16, le=128), AfterValidator(_power_of_two)]
+# For type checkers every sequence; pydantic makes lists of tuples, ranges and arrays.
+Layers = Sequence[int] if TYPE_CHECKING else list[CountOrZero]
 DType = Annotated[Text, OneOf(DTYPES)]
 
 
@@ -140,7 +157,8 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     written = f"; written as {name}=[{value}]" if get_origin(base) is list and is_item else ""
     if choices:
         value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
-    wrong, verb = (value, "are") if len(choices) > 1 else (repr(value), "is")
+    text = repr(value) if "\n" not in repr(value) else type(value).__name__  # of tensors and modules
+    wrong, verb = (value, "are") if len(choices) > 1 else (text, "is")
     return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{written or nearest(str(value), choices)}"
 
 
@@ -163,6 +181,8 @@ def accepted(kind: Any) -> str:
     for mark in marks:
         if isinstance(mark, OneOf):
             text = ", ".join(mark.choices)
+        elif isinstance(mark, Instance):
+            text = mark.words
         elif isinstance(mark, Interval):
             low, high = (
                 ("[", mark.ge) if mark.gt is None else ("(", mark.gt),

@@ -45,7 +45,6 @@ class Host(NamedTuple):
 def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
     gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
-    require(dense_below is None or dense_below >= 0, "dense_below", dense_below, "accepted are 0 or more keys")
     require(host.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel

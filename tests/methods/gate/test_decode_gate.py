@@ -24,6 +24,7 @@ from msattn.trainer.methods.thresholds import calibrate_keys, key_threshold
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
+from msattn.trainer.serving.options import QMODEL
 from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.test_attn_gate import FUNCTIONS
@@ -270,8 +271,8 @@ def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> Non
     wrong.cfg = replace(wrong.cfg, phase="prefill")
     mixed = save(tmp_path / "mixed", wrong)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"gate": decode}, "gate: these are gates with gate.phase=decode; give them as qmodel="),
-        ({"qmodel": prefill}, "qmodel: these are gates with gate.phase=prefill; give them as gate="),
+        ({"gate": decode}, "gate=DecodeGate: accepted is a gate of phase prefill, or the folder or Hub id of one"),
+        ({"qmodel": prefill}, f"qmodel=Gate: accepted is {QMODEL}"),
         ({"gate": folder}, f"artifact {folder}: kind=decode_gate: accepted is gate"),
         ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; accepted is gate"),
         ({"qmodel": mixed}, f"artifact {mixed}: details.gate.phase=prefill: accepted is decode"),
