@@ -99,6 +99,7 @@ def test_a_policy_is_named() -> None:
         ({"select": {"policy": "topk", "sparsty": 0.5}}, "select.sparsty: policy=topk accepts"),
         ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: accepted is a number in"),
         ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
+        ({"qmodel": "outputs/none", "probes": -1}, r"^probes=-1: accepted is an integer in \[0, 1e6\], or null"),
         ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
     ],
 )

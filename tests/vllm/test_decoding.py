@@ -51,8 +51,8 @@ def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         metadata = builder.build(0, given)
         metadata.inputs(0, q, k, v, scale=1.0, softcap=None)
-    assert metadata.now.decoded is not None
-    assert not metadata.now.prompts
+    assert metadata.current.decoded is not None
+    assert not metadata.current.prompts
 
 
 def test_layers_run_before_they_are_captured(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.training.tracker import Tracker
 
-ROUTERS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
+ROUTER_KINDS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def load_served(cfg: AnswerConfig) -> Served:
     """Loads a model and its artifacts, of which there must be one."""
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTERS if chosen[kind]), None)
+    gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTER_KINDS if chosen[kind]), None)
     options = {
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or not cfg.select.by_gate else None,
@@ -65,9 +65,9 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
             f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
             "which needs no training"
         )
-    given = [kind for kind in ROUTERS if getattr(cfg.artifacts, kind)]
-    found = given or [kind for kind in ROUTERS if chosen[kind]]
-    return chosen | dict.fromkeys(set(ROUTERS) - {*found[:1]})  # one router decodes
+    given = [kind for kind in ROUTER_KINDS if getattr(cfg.artifacts, kind)]
+    found = given or [kind for kind in ROUTER_KINDS if chosen[kind]]
+    return chosen | dict.fromkeys(set(ROUTER_KINDS) - {*found[:1]})  # one router decodes
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
         source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
         share = getattr(cfg.select, "sparsity", None)  # which not every policy has
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
-    kind = next((kind for kind in ROUTERS if served.chosen[kind]), None)
+    kind = next((kind for kind in ROUTER_KINDS if served.chosen[kind]), None)
     if kind is not None:
         new_tokens = f"by {_artifact(kind, served)}"
     return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"

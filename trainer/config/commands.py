@@ -19,12 +19,12 @@ from msattn.trainer.config.schema import (
     DType,
     Flag,
     Int,
-    KeyShare,
     Layers,
     Number,
     OneOf,
     Seed,
     Share,
+    ShareOfKeys,
     Text,
     Tokens,
     TokensOrZero,
@@ -265,7 +265,7 @@ class ReadOptions:
     """Options of :func:`msattn.attach` that say which keys are read, as the configuration and Python callers give them."""
 
     probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
-    keys: KeyShare | None = key(
+    keys: ShareOfKeys | None = key(
         "mean share of the keys outside the dense window that decoded queries read, e.g. 0.05; null: with a calibrated query "
         "classifier and without probes, the share that the recorded number of probes would be of all buckets",
         default=None,
@@ -278,7 +278,8 @@ class ReadOptions:
         "layers in which decoding reads every key; null: as recorded with the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
-        "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
+        "keys below which new tokens and, instead of select.dense_below, prompts are dense; null: where that is faster, as "
+        "measured. eval ignores it",
         default=None,
     )
 

@@ -11,11 +11,11 @@ from msattn.trainer.config.schema import (
     CountOrZero,
     Flag,
     Int,
-    KeyShare,
     Number,
     OneOf,
     Samples,
     Share,
+    ShareOfKeys,
     Sparsity,
     Text,
     Tokens,
@@ -61,7 +61,7 @@ class RecallConfig:
     num_queries: Count = key("decoding queries of a chunk", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
-    keys: list[KeyShare] = key(KEYS, default=[])
+    keys: list[ShareOfKeys] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
 
@@ -81,7 +81,7 @@ class NeedleConfig:
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
-    keys: list[KeyShare] = key(KEYS, default=[])
+    keys: list[ShareOfKeys] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
 
@@ -107,7 +107,7 @@ class RulerConfig:
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
-    keys: list[KeyShare] = key(KEYS, default=[])
+    keys: list[ShareOfKeys] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
 
 

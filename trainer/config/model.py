@@ -9,9 +9,9 @@ from msattn.trainer.config.schema import (
     Count,
     CountOrZero,
     Flag,
-    KeyShare,
     OneOf,
     Samples,
+    ShareOfKeys,
     Steps,
     Text,
     Tokens,
@@ -60,7 +60,7 @@ class ModelPresets:
     eval_probes: list[CountOrZero] = key(
         "numbers of probes that recall and needle compare; 0: only sink and recent keys", default=[0, 4, 16, 32]
     )
-    eval_keys: list[KeyShare] = key("shares of the keys that query classifiers are compared at", default=[0.03])
+    eval_keys: list[ShareOfKeys] = key("shares of the keys that query classifiers are compared at", default=[0.03])
     latency_lengths: list[Tokens] = key(
         "prompts of eval=latency, in tokens", default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
     )

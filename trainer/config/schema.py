@@ -83,7 +83,7 @@ Tokens = Annotated[Int, Interval(ge=1, le=10**9)]
 TokensOrZero = Annotated[Int, Interval(ge=0, le=10**9)]
 Share = Annotated[Number, Interval(ge=0, le=1)]
 Sparsity = Annotated[Number, Interval(ge=0, lt=1)]
-KeyShare = Annotated[Number, Interval(ge=0.001, le=0.5)]
+ShareOfKeys = Annotated[Number, Interval(ge=0.001, le=0.5)]
 Seed = Annotated[Int, Interval(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[Int, Interval(ge=16, le=128), AfterValidator(_power_of_two)]
 # For type checkers every sequence; pydantic makes lists of tuples, ranges and arrays.

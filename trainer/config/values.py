@@ -3,25 +3,12 @@
 import difflib
 import re
 from collections.abc import Collection
-from numbers import Integral, Real
-from types import UnionType
-from typing import Any, get_args, get_origin
 
 from msattn.trainer.errors import UserError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 lacks
 LONGEST_SHOWN = 200  # characters of a value in a message
-
-
-def has_type(value: object, kind: Any) -> bool:
-    """Returns True if ``value`` has the annotated type ``kind``. An integer is also a number; True and False are neither."""
-    if isinstance(kind, UnionType):
-        return any(has_type(value, each) for each in get_args(kind))
-    if get_origin(kind) is list:
-        return isinstance(value, list | tuple) and all(has_type(item, get_args(kind)[0]) for item in value)
-    accepted = {int: Integral, float: Real}.get(kind, get_origin(kind) or kind)
-    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
 
 
 def require(condition: bool, key: str, value: object, accepted: str) -> None:

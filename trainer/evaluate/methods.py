@@ -73,11 +73,9 @@ class BlockSelectionMethod:
     def attach(
         self, model: PreTrainedModel, select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
     ) -> AbstractContextManager[Sparse]:
-        """Attaches the selection to ``model`` with ``dense_below=0``, so that prompts of every length use sparse attention."""
-        measures = {"measure_recall": measure_recall, "measure_time": measure_time}
-        if self.scorer is not None:
-            return attach(model, select=self.selection(select), **measures)  # reads prompts of every length sparsely
-        return attach(model, gate=self.gate, select=replace(select, dense_below=0), **measures)
+        """Attaches the selection to ``model``, so that prompts of every length use sparse attention."""
+        selection = self.selection(select)
+        return attach(model, select=selection, measure_recall=measure_recall, measure_time=measure_time)
 
     def selection(self, select: SelectConfig) -> Selection:
         thresholds = self.thresholds if isinstance(select, Calibrated) else None

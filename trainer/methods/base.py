@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from msattn.trainer.methods.blocks import AlwaysRead
     from msattn.trainer.models.tap import LayerInputs
 
-CALIBRATED, TOP_K, INDEPENDENT, UNTRAINED, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
-NOT_SERVED = {TOP_K, INDEPENDENT, UNTRAINED}  # variants that are measured for comparison
+CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
+NOT_SERVED = {TOP_K, INDEPENDENT, RANDOM_WEIGHTS}  # variants that are measured for comparison
 TRAINED_STYLE = {"linewidth": 2.2, "zorder": 4}
 VARIANT_STYLES: dict[str, dict[str, Any]] = {
     CALIBRATED: {"marker": "^", "linestyle": "-."},

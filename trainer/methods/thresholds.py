@@ -394,7 +394,7 @@ def key_threshold(table: dict[str, Any], share: float) -> float:
 
 
 def key_share(router: Any, share: float) -> KeyShare:
-    """Returns the budget of a router with calibrated ``thresholds`` that reads a mean ``share`` of the keys; see above."""
+    """Returns the budget of a router with calibrated ``thresholds`` that reads a mean ``share`` of the keys."""
     return KeyShare(share, key_threshold(router.thresholds, share), most_probes(share, router.num_buckets))
 
 

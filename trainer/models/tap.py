@@ -32,7 +32,7 @@ IMPLEMENTATION = "msattn_tap"
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer
-DENSE = "msattn_dense"
+DENSE_IMPLEMENTATION = "msattn_dense"
 _entering = threading.Lock()  # of two threads that attach one model, the second one is refused
 
 
@@ -115,30 +115,30 @@ class _LayerTap(NotCopied):
         sinks: Tensor | None,
     ) -> Tensor:
         layer: int = self.module.layer_idx
-        now = self.current
-        cache = now.pages
-        if cache is None and now.past_key_values is not None:
-            cache = now.past_key_values.layers[layer]
+        current = self.current
+        cache = current.pages
+        if cache is None and current.past_key_values is not None:
+            cache = current.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
         inputs = LayerInputs(
-            layer, q, k, v, q_nope, k_nope, cos, sin, scale, kv_start, cache, now.position_ids, softcap=softcap, sinks=sinks
+            layer, q, k, v, q_nope, k_nope, cos, sin, scale, kv_start, cache, current.position_ids, softcap=softcap, sinks=sinks
         )
-        now.clear()  # so that a layer's tensors are freed after its attention
+        current.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)
 
     def _before_rope(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries and keys of the current tokens before RoPE, cos and sin."""
-        now = self.current
+        current = self.current
         if not self.rotates:
             angles = q.new_empty(1, q.shape[2], 0)
             return q, k[:, :, k.shape[2] - q.shape[2] :], angles, angles
-        assert now.q_nope is not None
-        assert now.k_nope is not None
-        assert now.position_embeddings is not None
-        q_nope, k_nope = self.family.heads_before_rope(self.module, (now.q_nope, now.k_nope), q)
-        return q_nope, k_nope, *self.family.cos_sin(now.position_embeddings)
+        assert current.q_nope is not None
+        assert current.k_nope is not None
+        assert current.position_embeddings is not None
+        q_nope, k_nope = self.family.heads_before_rope(self.module, (current.q_nope, current.k_nope), q)
+        return q_nope, k_nope, *self.family.cos_sin(current.position_embeddings)
 
     def remove(self) -> None:
         self.current.clear()
@@ -310,8 +310,8 @@ def use_dense_attention(model: "PreTrainedModel") -> None:
 
     if not family_of(model.config).plain_scores or any(layer.kept for layer in attention_layers(model.config)):
         return
-    AttentionInterface.register(DENSE, _dense_attention)
-    model.set_attn_implementation(DENSE)
+    AttentionInterface.register(DENSE_IMPLEMENTATION, _dense_attention)
+    model.set_attn_implementation(DENSE_IMPLEMENTATION)
 
 
 def _dense_attention(

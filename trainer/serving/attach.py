@@ -14,7 +14,7 @@ from msattn.trainer.models.families import decoder
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
-from msattn.trainer.serving.build import Host, build_sparse
+from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import batching
 from msattn.trainer.serving.hooks import hooked, padding_before_text
 from msattn.trainer.serving.loading import check_model, load
@@ -35,8 +35,9 @@ _enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
 def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
-    Prefill without ``gate`` or ``select`` stays dense, as does decoding without ``qmodel``. Leaving the context restores the
-    model.
+    Prompts read the blocks that ``select`` chooses, by the scores of ``gate`` or of the method that ``select`` names. New
+    tokens read the buckets, or blocks, of the router ``qmodel``, of whatever kind it is. Without ``gate`` and ``select``
+    prompts are dense, without ``qmodel`` decoding is. Leaving the context restores the model.
 
     Parameters
     ----------
@@ -77,9 +78,8 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     pass over several tokens.
     """
     check_model(model)
-    place = partial(_move_to_model, model)
-    host = Host(model.config, model.dtype, partial(fingerprint, model), partial(head_shard, model), place)
-    sparse = build_sparse(host, options)
+    functions = partial(fingerprint, model), partial(head_shard, model), partial(_move_to_model, model)
+    sparse = build_sparse(ModelInfo(model.config, model.dtype, *functions), options)
     with (
         tap(model, sparse.attend),
         decoding_steps(decoder(model), sparse, cuda_graphs=options.cuda_graphs),

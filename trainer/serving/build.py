@@ -1,7 +1,7 @@
 """Construction of the sparse attention of a model, for whatever engine runs it: transformers or vLLM."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,30 +32,28 @@ from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
 
 
-class Host(NamedTuple):
+class ModelInfo(NamedTuple):
     """The model that sparse attention is built for, in whatever engine it runs."""
 
     config: Any
     dtype: torch.dtype
-    identify: Callable[[], dict[str, Any]]  # returns its fingerprint
+    fingerprint: Callable[[], dict[str, Any]]
     shard: Callable[[], HeadShard]  # returns the heads that this rank computes
-    place: Callable[..., torch.device]  # moves modules to the model's device and returns the device
+    to_device: Callable[..., torch.device]  # moves modules to the model's device and returns the device
 
 
-def build_sparse(host: Host, options: AttachOptions) -> Sparse:
+def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
-    gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, host.config
-    require(host.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
+    gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, model.config
+    require(model.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
-    select = options.select
-    given = select if isinstance(select, Selection) else _chosen_config(select, options.sparsity, gate)
-    selection = _build_selection(given, gate, options.sparsity)
+    selection, chosen = _selection(options, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
     gate = None if selection is None else selection.gate
     saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
-    identity = host.identify() if saved else {}
+    identity = model.fingerprint() if saved else {}
     for artifact in saved:
         if warning := artifacts.check_model(artifact.manifest, identity, strict=options.strict):
             _warn_once(warning)
@@ -64,25 +62,25 @@ def build_sparse(host: Host, options: AttachOptions) -> Sparse:
     if selection is not None:
         check_selection(selection, config)
     reads = reads_of(router, options, config)
-    shard = host.shard()
+    shard = model.shard()
     if shard.ranks > 1:
-        selection, router = _of_rank(shard, given, selection, router)
-        gate = None if selection is None else selection.gate
-    device = host.place(gate, router)
+        selection = selection if gate is None else _selection_of_rank(chosen, gate.shard(shard))
+        router = None if router is None else router.shard(shard)
+    device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
     routed = None
     if router is not None and reads is not None:
         if reads.budget == Probes(router.num_buckets) and options.probes is options.keys is None:
             _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
-        break_even = _break_even(host, router, reads, device)
+        break_even = _break_even(model, router, reads, device)
         routed = RoutedDecoding(
             router=router, **reads._asdict(), independent=options.independent,
             routed_from=break_even if dense_below is None else lambda batch: dense_below,
             measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
     return Sparse(
-        Dispatch(selection, routed, _dense_below(given, device) if dense_below is None else dense_below),
+        Dispatch(selection, routed, _dense_below(chosen, device) if dense_below is None else dense_below),
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
@@ -95,44 +93,34 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, ModelWarning, stacklevel=5)  # at the caller's with statement
 
 
-def _chosen_config(
-    select: SelectConfig | Mapping[str, Any] | str | None, sparsity: float | None, gate: Gate | None
-) -> SelectConfig | None:
-    """Returns the configuration that ``select`` stands for, or None for dense prompts."""
+def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | None, SelectConfig | None]:
+    """Returns the selection, None for dense prompts, and the configuration that it was built from, None for an object."""
+    select, sparsity = options.select, options.sparsity
+    if isinstance(select, Selection):
+        if gate is not None:
+            raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
+        if sparsity is not None:
+            raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
+        return select, None
     if select is None and gate is None:
         if sparsity is not None:
             raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
-        return None
+        return None, None
     chosen = select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
     if gate is not None and not chosen.by_gate:
         raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
-    return chosen
+    return Selection.from_config(chosen, gate), chosen
 
 
-def _build_selection(select: Selection | SelectConfig | None, gate: Gate | None, sparsity: float | None) -> Selection | None:
-    if not isinstance(select, Selection):
-        return None if select is None else Selection.from_config(select, gate)
-    if gate is not None:
-        raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
-    if sparsity is not None:
-        raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
-    return select
+def _selection_of_rank(chosen: SelectConfig | None, gate: Gate) -> Selection:
+    if chosen is None:
+        raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+    return Selection.from_config(chosen, gate)
 
 
-def _of_rank(
-    shard: HeadShard, given: Selection | SelectConfig | None, selection: Selection | None, router: AnyRouter | None
-) -> tuple[Selection | None, AnyRouter | None]:
-    """Returns selection and router for the heads of this rank; UserError for a ``Selection`` object with weights."""
-    if selection is not None and selection.gate is not None:
-        if isinstance(given, Selection):
-            raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
-        selection = _build_selection(given, selection.gate.shard(shard), None)
-    return selection, None if router is None else router.shard(shard)
-
-
-def _dense_below(select: Selection | SelectConfig | None, device: torch.device) -> int:
-    """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`."""
-    if select is None or isinstance(select, Selection):
+def _dense_below(select: SelectConfig | None, device: torch.device) -> int:
+    """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`. None: 0."""
+    if select is None:
         return 0
     if select.dense_below != "auto":
         return int(select.dense_below)
@@ -141,10 +129,10 @@ def _dense_below(select: Selection | SelectConfig | None, device: torch.device) 
     return 0
 
 
-def _break_even(host: Host, router: AnyRouter, reads: Reads, device: torch.device) -> Callable[[int], int]:
+def _break_even(model: ModelInfo, router: AnyRouter, reads: Reads, device: torch.device) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
-    config, window, budget = host.config, reads.recent + reads.sink, reads.budget
-    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * host.dtype.itemsize
+    config, window, budget = model.config, reads.recent + reads.sink, reads.budget
+    key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
     if isinstance(budget, KeyShare):
         share = budget.share
     elif isinstance(router, DecodeGate):  # as many keys at every length

@@ -51,7 +51,7 @@ class Step:
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
         if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
             return False
-        return all(mine is now for mine, now in zip(self.buffers, buffers_of(cache), strict=True))
+        return all(mine is current for mine, current in zip(self.buffers, buffers_of(cache), strict=True))
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
         """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""

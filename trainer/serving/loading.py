@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from msattn.trainer import artifacts
-from msattn.trainer.config.values import has_type, require
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -61,7 +61,7 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
     require(ok, "select.policy", repr(policy), f"accepted is a policy, or one for each of {num_layers(config)} layers")
-    ok = callable(scorer) and has_type(getattr(scorer, "block_size", None), int)
+    ok = callable(scorer) and isinstance(getattr(scorer, "block_size", None), int)
     require(ok, "select.scorer", repr(scorer), "accepted is a scorer, e.g. Quest()")
     if selection.gate is not None:
         check_gate(selection.gate, config)

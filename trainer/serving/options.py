@@ -85,7 +85,7 @@ class AttachOptions(BudgetOptions, ArtifactOptions):
 
 
 OPTIONS = {item.name: item for item in sorted(fields(AttachOptions), key=lambda item: hasattr(ReadOptions, item.name))}
-VLLM_KEYS = tuple(item.name for item in fields(ArtifactOptions))
+VLLM_KEYS = tuple(name for name in OPTIONS if hasattr(ArtifactOptions, name))
 
 
 def takes(

@@ -158,7 +158,7 @@ class PagedAttention:
                 out[rows.tokens] = attend(rows)
         if x.layer == now.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
             for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
-                places = now.state.place(item.table, item.pooled, item.keys // now.state.block_size)
+                places = now.state.locate(item.table, item.pooled, item.keys // now.state.block_size)
                 now.state.mark_pooled(*places, pooled=True)
         return out.transpose(0, 1)[None]
 

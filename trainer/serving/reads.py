@@ -41,16 +41,14 @@ def reads_of(router: AnyRouter | None, options: AttachOptions, config: Any) -> R
     check_router(router, config)
     defaults = SERVING if router.artifact else SERVING | {"probes": min(SERVING["probes"], router.num_buckets)}
     numbers, layers = serving_numbers(router, given, defaults), num_layers(config)
-    ok = all(0 <= layer < layers for layer in numbers["dense_layers"])
+    ok = max(numbers["dense_layers"], default=0) < layers
     require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
     return Reads(_budget(router, options, numbers.pop("probes")), **numbers)
 
 
-def serving_numbers(
-    router: AnyRouter | None, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING
-) -> dict[str, Any]:
+def serving_numbers(router: AnyRouter, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING) -> dict[str, Any]:
     """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
-    recorded = router.artifact.manifest["details"].get("serving", {}) if router and router.artifact else {}
+    recorded = router.artifact.manifest["details"].get("serving", {}) if router.artifact else {}
     found = {
         name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
     }

@@ -96,10 +96,10 @@ class DecodingSteps(NotCopied):
         length, mask, step = cache.get_seq_length(), arguments.get("attention_mask"), self._steps.get(cache)
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)):
             return None  # the ordinary pass converts or refuses it
-        now, hidden = _now(mask), None
+        computed, hidden = _computed(mask), None
         if step is not None and step.serves(cache, inputs):
             hidden = self._run(step, cache, inputs, arguments, step.padding)
-        padding = _padding(mask, now)
+        padding = _padding(mask, computed)
         if hidden is None or step is None or padding != step.padding:
             step = self._step(cache, inputs, padding)
             if step is None:
@@ -233,7 +233,7 @@ def _address(x: Tensor) -> int:
         return id(x)
 
 
-def _now(mask: Tensor | None) -> torch.cuda.Event | None:
+def _computed(mask: Tensor | None) -> torch.cuda.Event | None:
     """Returns an event at the present end of the stream on which ``mask`` was computed; None on a CPU."""
     if mask is None or not mask.is_cuda:
         return None

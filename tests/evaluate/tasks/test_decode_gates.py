@@ -121,7 +121,7 @@ def test_one_router_decodes(tmp_path: Path) -> None:
 
     def chosen(*overrides: str) -> list[str]:
         paths = greedy._artifacts(compose("generate", [f"outputs={tmp_path}", *overrides]))
-        return [kind for kind in greedy.ROUTERS if paths[kind]]
+        return [kind for kind in greedy.ROUTER_KINDS if paths[kind]]
 
     assert chosen() == ["qmodel"]
     assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]

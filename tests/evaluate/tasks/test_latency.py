@@ -20,7 +20,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency
 from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
-from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, untrained_router, with_growing_layers
+from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, random_router, with_growing_layers
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache.layers import BucketLayer
@@ -133,7 +133,7 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
 def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     cfg = config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
-    routing = untrained_router(cfg, model)
+    routing = random_router(cfg, model)
     first = torch.zeros(2, 1, dtype=torch.long)
 
     def filled() -> Any:

@@ -29,8 +29,8 @@ from msattn.trainer.evaluate.tasks.timing import (
     cost,
     random_cache,
     random_dynamic_cache,
+    random_router,
     speedups,
-    untrained_router,
     with_growing_layers,
 )
 from msattn.trainer.memory import release_memory
@@ -106,7 +106,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) ->
 def _cases(job: Job) -> list[DecodingCase]:
     model, cfg, routings = job.loaded.model, job.cfg, job.methods.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
-        routings = [untrained_router(cfg, model), *routings]
+        routings = [random_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
     growing = partial(random_dynamic_cache, model, seed=seed)  # transformers' default
     by_transformers = partial(measure_generate, model, growing, min(tokens, TRANSFORMERS_TOKENS), nullcontext)

@@ -24,7 +24,7 @@ from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
-from msattn.trainer.evaluate.tasks.timing import cost, random_cache, untrained_gate, with_growing_layers
+from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate, with_growing_layers
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
@@ -86,7 +86,7 @@ def run(job: Job) -> list[EvalRow]:
     """
     model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.methods.block_selections
     if not any(block.gate for block in blocks):
-        blocks = [untrained_gate(job.cfg, model), *blocks]
+        blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
     dense = [LatencyCase(DENSE.of(name), "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
     cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]

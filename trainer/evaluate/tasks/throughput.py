@@ -23,7 +23,7 @@ from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting
-from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, speedups, untrained_gate, untrained_router
+from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, random_gate, random_router, speedups
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
@@ -76,9 +76,9 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: ComparedMethods) -> list[MethodSetting]:
-    """Returns the methods to measure: dense attention, then the gate and the router together, untrained if there are none."""
-    block = next((each for each in methods.block_selections if each.gate), None) or untrained_gate(cfg, model)
-    routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or untrained_router(cfg, model)
+    """Returns the methods to measure: dense attention, then the gate and the router together, or random ones."""
+    block = next((each for each in methods.block_selections if each.gate), None) or random_gate(cfg, model)
+    routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or random_router(cfg, model)
     sparsity = getattr(block.select, "sparsity", None)
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
     ((read, setting), *_) = routing.own_settings()

@@ -1,4 +1,4 @@
-"""Seconds and memory of a block of code, and common parts of the tasks of speed: caches of random keys, untrained artifacts."""
+"""Seconds and memory of a block of code, and common parts of the tasks of speed: random keys and random weights."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, GateConfig
 from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
 from msattn.trainer.memory import peak_memory
-from msattn.trainer.methods.base import DENSE, UNTRAINED
+from msattn.trainer.methods.base import DENSE, RANDOM_WEIGHTS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -99,8 +99,8 @@ def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, see
     return cache
 
 
-def untrained_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutingMethod:
-    """Returns untrained classifiers over random centroids, which have the cost of trained ones."""
+def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutingMethod:
+    """Returns classifiers with random weights over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
     layers, heads = models.served_layers(config), models.num_kv_heads(config)
     generator = torch.Generator().manual_seed(cfg.seed)
@@ -108,16 +108,17 @@ def untrained_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutin
     partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
-    return replace(BucketRoutingMethod.configured(router.method.of(UNTRAINED), router, cfg), keys=None)  # it has no thresholds
+    routing = BucketRoutingMethod.configured(router.method.of(RANDOM_WEIGHTS), router, cfg)
+    return replace(routing, keys=None)  # it has no thresholds
 
 
-def untrained_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> BlockSelectionMethod:
-    """Returns an untrained gate, which has the cost of a trained one."""
+def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> BlockSelectionMethod:
+    """Returns a gate with random weights, which has the cost of a trained one."""
     presets = cfg.model.presets
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
-    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # an untrained gate has no thresholds
+    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # random weights have no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    method = gate.scorer(cfg.select.scores).method.of(UNTRAINED)
+    method = gate.scorer(cfg.select.scores).method.of(RANDOM_WEIGHTS)
     return BlockSelectionMethod(method, cfg.select.with_policy(policy), gate)
 
 

@@ -103,8 +103,8 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
             raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
         with torch.device("meta"):
-            untrained = KMeans(torch.empty(centroids), details.layers, details.rope)
-            qmodel = cls(untrained, *weight_out.shape[1:3], residual=details.residual)
+            partition = KMeans(torch.empty(centroids), details.layers, details.rope)
+            qmodel = cls(partition, *weight_out.shape[1:3], residual=details.residual)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)

@@ -127,12 +127,12 @@ class PagedState:
                 older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
             tail = torch.cat([older, tail], dim=2)
         new = pool_blocks(tail, self.gate.k_pool, block_size=size)
-        pages, blocks = self.place(prompt.table, prompt.pooled, prompt.keys // size)
+        pages, blocks = self.locate(prompt.table, prompt.pooled, prompt.keys // size)
         held[pages, blocks] = new[0, :, : len(pages)].transpose(0, 1)
-        pages, blocks = self.place(prompt.table, 0, prompt.pooled)
+        pages, blocks = self.locate(prompt.table, 0, prompt.pooled)
         return torch.cat([held[pages, blocks].transpose(0, 1)[None], new], dim=2)
 
-    def place(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    def locate(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns the page of each of the blocks ``first`` to ``end - 1`` of a sequence, and its number in the page."""
         blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.block_size
         return table[blocks // per_page].long(), blocks % per_page

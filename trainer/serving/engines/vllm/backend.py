@@ -73,7 +73,7 @@ class Metadata:
     rotation: Rotation
     rotates: list[bool]  # for each layer whether it has RoPE
     dtype: torch.dtype  # of the model
-    now: PagedPass = field(init=False)
+    current: PagedPass = field(init=False)
     positions: Tensor = field(init=False)  # int64 [1, T]
     cos: Tensor = field(init=False)  # [1, T, r]
     sin: Tensor = field(init=False)
@@ -94,7 +94,7 @@ class Metadata:
         else:
             cos, sin = cos[..., :0], sin[..., :0]
         return LayerInputs(
-            layer, q, k, v, q_nope, k_nope, cos, sin, scale, None, self.now, positions=self.positions, softcap=softcap
+            layer, q, k, v, q_nope, k_nope, cos, sin, scale, None, self.current, positions=self.positions, softcap=softcap
         )
 
     def _begin(self) -> None:
@@ -103,10 +103,10 @@ class Metadata:
         places = slots // state.page_size, slots % state.page_size
         table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
         if given.max_query_len == 1 and self.tokens == len(kv_len):
-            self.now = self.attention.begin_new_tokens(state, *places, table, kv_len, given.max_seq_len)
+            self.current = self.attention.begin_new_tokens(state, *places, table, kv_len, given.max_seq_len)
             positions = (kv_len.long() - 1).clamp(min=0)
         else:
-            self.now = self.attention.begin_tables(state, *places, table, given.query_start_loc, kv_len)
+            self.current = self.attention.begin_tables(state, *places, table, given.query_start_loc, kv_len)
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
         self.positions = positions[None]
         self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)

@@ -12,7 +12,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.serving.build import Host, build_sparse
+from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
 from msattn.trainer.serving.options import VLLM_KEYS, AttachOptions
 from msattn.trainer.serving.sparse import Sparse
@@ -29,10 +29,8 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
     check_engine(config)
     model = config.model_config.hf_text_config
     check_supported(model)
-    host = Host(
-        model, config.model_config.dtype, partial(config_fingerprint, model), partial(_shard, config), partial(_place, device)
-    )
-    sparse = build_sparse(host, options_of(config))
+    functions = partial(config_fingerprint, model), partial(_shard, config), partial(_to_device, device)
+    sparse = build_sparse(ModelInfo(model, config.model_config.dtype, *functions), options_of(config))
     check_paged(model, sparse, "vLLM")
     if sparse.rotation is None:
         raise UserError("vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted")
@@ -85,7 +83,7 @@ def _shard(config: Any) -> HeadShard:
     return HeadShard(get_tensor_model_parallel_rank(), ranks)
 
 
-def _place(device: torch.device, *modules: nn.Module | None) -> torch.device:
+def _to_device(device: torch.device, *modules: nn.Module | None) -> torch.device:
     for module in filter(None, modules):
         module.to(device)
     return device
