@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import BucketRouter
 from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -248,3 +249,26 @@ def test_routers_of_another_model_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message), attach(model, qmodel=router, probes=1):
             pass
+
+
+class HalvesOfTheSpace(BucketRouter):
+    """A router that is no part of the package: a key's bucket is the sign of its first channel."""
+
+    num_buckets, layers, kv_heads = 2, [0, 1], KV_HEADS
+
+    def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
+        return (k[..., 0] > 0).to(torch.int32)
+
+    def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
+        return torch.cat([-q[:, :, 0, :1], q[:, :, 0, :1]], -1).float()
+
+
+def test_a_router_of_ones_own() -> None:
+    model, ids = tiny_model(), random_tokens(1, 80)
+    options: dict[str, Any] = {"qmodel": HalvesOfTheSpace(), "recent": 4, "sink": 1, "dense_layers": (), "dense_below": 0}
+    dense = generate(model, ids, max_new_tokens=6)
+    with attach(model, probes=2, **options):
+        close(generate(model, ids, max_new_tokens=6), dense)
+    with attach(model, probes=1, **options) as sparse:
+        generate(model, ids, max_new_tokens=6)
+        assert 0.2 < sparse.stats()["selectivity"] < 0.9

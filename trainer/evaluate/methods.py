@@ -17,7 +17,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
-from msattn.trainer.methods.buckets import decode_defaults
+from msattn.trainer.methods.buckets import Router, decode_defaults
 from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -29,7 +29,7 @@ from msattn.trainer.methods.untrained import untrained_method
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
-from msattn.trainer.serving.loading import LOADERS, AnyRouter
+from msattn.trainer.serving.loading import LOADERS
 from msattn.trainer.serving.reads import default_share, serving_numbers
 
 COMMANDS = {  # by kind of artifact that they create
@@ -93,7 +93,7 @@ class BucketRoutingMethod:
     """
 
     method: Method
-    router: AnyRouter
+    router: Router
     probes: int
     recent: int
     sink: int
@@ -103,7 +103,7 @@ class BucketRoutingMethod:
     independent: bool = False
 
     @classmethod
-    def configured(cls, method: Method, router: AnyRouter, cfg: EvalRunConfig) -> "BucketRoutingMethod":
+    def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the router with the configured numbers, else those that its artifact records."""
         defaults = decode_defaults(cfg.model.presets, router.num_buckets)
         numbers = serving_numbers(router, cfg.routing, defaults)

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from annotated_types import Ge, Interval
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.config.values import require
+from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 
 if TYPE_CHECKING:
     from msattn.trainer.config.model import ModelPresets
+    from msattn.trainer.models.parallel import HeadShard
     from msattn.trainer.models.tap import LayerInputs
 
 Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
@@ -27,10 +29,15 @@ class Router(nn.Module):
     :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries are those of one token.
     """
 
+    method: ClassVar[Method]
     num_buckets: int  # of each key/value head
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # of the model
     artifact: Any = None  # that was loaded; None for a router that was created
+
+    @abstractmethod
+    def shard(self, part: "HeadShard") -> "Router":
+        """Returns the router of a part of the heads, for tensor parallelism."""
 
     @abstractmethod
     def visit(

@@ -13,6 +13,7 @@ from msattn.trainer.config import SelectConfig, SparsityConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -24,7 +25,7 @@ from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.loading import AnyRouter, check_selection, load_router
+from msattn.trainer.serving.loading import check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.reads import Reads, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
@@ -129,7 +130,7 @@ def _dense_below(select: SelectConfig | None, device: torch.device) -> int:
     return 0
 
 
-def _break_even(model: ModelInfo, router: AnyRouter, reads: Reads, device: torch.device) -> Callable[[int], int]:
+def _break_even(model: ModelInfo, router: Router, reads: Reads, device: torch.device) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
     config, window, budget = model.config, reads.recent + reads.sink, reads.budget
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize

@@ -10,19 +10,17 @@ from torch import nn
 from msattn.trainer import artifacts
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.untrained.base import UntrainedBlocks, UntrainedRouter
-from msattn.trainer.methods.untrained.random import RandomBuckets
 from msattn.trainer.models.families import attention_layers, check_supported, num_kv_heads, num_layers, served_layers, shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-AnyRouter = QModel | KMeans | DecodeGate | RandomBuckets | UntrainedBlocks
 LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
 
 
@@ -75,18 +73,21 @@ def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
     _check_finite("gate", gate)
 
 
-def check_router(router: AnyRouter, config: "PreTrainedConfig") -> None:
+def check_router(router: Router, config: "PreTrainedConfig") -> None:
     """Raises UserError for a router of a model of another shape, or with weights that are not finite."""
     if isinstance(router, DecodeGate):
         _check_shape("qmodel", router.model_shape(), config)
-        _check_finite("qmodel", router)
-        return
-    if isinstance(router, UntrainedRouter):
+    elif isinstance(router, QModel | KMeans):
+        _check_partition(router, config)
+    else:
         _check_shape("qmodel", {"num_kv_heads": router.kv_heads}, config)
         fits = set(router.layers) <= set(range(num_layers(config)))
         require(fits, "qmodel.layers", router.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
         _check_served(router.layers, config)
-        return
+    _check_finite("qmodel", router)
+
+
+def _check_partition(router: QModel | KMeans, config: "PreTrainedConfig") -> None:
     partition = router.partition if isinstance(router, QModel) else router
     layers, centroids = partition.layers, partition.centroids
     require(
@@ -101,7 +102,6 @@ def check_router(router: AnyRouter, config: "PreTrainedConfig") -> None:
     _check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
     if isinstance(router, QModel) and router.weight_in.shape[1] != num_kv_heads(config):
         _check_shape("qmodel", {"num_heads": router.weight_in.shape[1]}, config)
-    _check_finite("qmodel", router)
 
 
 def _check_served(layers: Sequence[int], config: "PreTrainedConfig") -> None:

@@ -18,9 +18,9 @@ from msattn.trainer.config.commands import BudgetOptions, ReadOptions
 from msattn.trainer.config.schema import Flag, Instance, Sparsity, key, schema
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.values import nearest
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.serving.loading import AnyRouter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GATE = "a gate of phase prefill, or the folder or Hub id of one"
 SELECT = "a name, a dictionary, a SelectConfig or a Selection"
-QMODEL = "a query classifier, a decode gate, a k-means or another router, or the folder or Hub id of an artifact"
+QMODEL = "a query classifier, a decode gate, a k-means or another Router, or the folder or Hub id of an artifact"
 Switch = Annotated[Flag, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]
 
 
@@ -53,7 +53,7 @@ class ArtifactOptions(ReadOptions):
         "default.",
         default=None,
     )
-    qmodel: Annotated[AnyRouter | str | Path | None, Instance(QMODEL)] = key(
+    qmodel: Annotated[Router | str | Path | None, Instance(QMODEL)] = key(
         "the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without "
         "training, such as ``QuestBlocks``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.",
         default=None,

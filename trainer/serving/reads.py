@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.thresholds import key_share
 from msattn.trainer.models.families import num_layers
-from msattn.trainer.serving.loading import AnyRouter, check_router
+from msattn.trainer.serving.loading import check_router
 from msattn.trainer.serving.options import AttachOptions
 
 # How routers are served whose manifest records nothing.
@@ -26,7 +27,7 @@ class Reads(NamedTuple):
     dense_layers: tuple[int, ...]
 
 
-def reads_of(router: AnyRouter | None, options: AttachOptions, config: Any) -> Reads | None:
+def reads_of(router: Router | None, options: AttachOptions, config: Any) -> Reads | None:
     """Returns what new tokens read, None without a router.
 
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
@@ -46,7 +47,7 @@ def reads_of(router: AnyRouter | None, options: AttachOptions, config: Any) -> R
     return Reads(_budget(router, options, numbers.pop("probes")), **numbers)
 
 
-def serving_numbers(router: AnyRouter, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING) -> dict[str, Any]:
+def serving_numbers(router: Router, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING) -> dict[str, Any]:
     """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
     recorded = router.artifact.manifest["details"].get("serving", {}) if router.artifact else {}
     found = {
@@ -55,7 +56,7 @@ def serving_numbers(router: AnyRouter, given: Mapping[str, Any], defaults: Mappi
     return found | {"dense_layers": tuple(found["dense_layers"])}
 
 
-def _budget(router: AnyRouter, options: AttachOptions, probes: int) -> Budget:
+def _budget(router: Router, options: AttachOptions, probes: int) -> Budget:
     """Returns the budget by ``threshold``, ``keys``, ``probes`` or :func:`default_share`; UserError if it cannot be served."""
     keys, threshold, buckets = options.keys, options.threshold, router.num_buckets
     if threshold is not None:

@@ -56,8 +56,6 @@ class UntrainedRouter(Router):
     UserError : ``num_buckets`` is less than 1.
     """
 
-    method: ClassVar[Method]
-
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
         super().__init__()
         require(num_buckets >= 1, "num_buckets", num_buckets, "accepted are 1 or more buckets")
