@@ -92,9 +92,9 @@ class PagedAttention:
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with their pass; UserError for a manager of another attention."""
         state = self._state(arguments["cache"], config)
-        now = self._start(PagedPass.of(state, arguments, partial(self._is_sparse, state)))
+        current = self._start(PagedPass.of(state, arguments, partial(self._is_sparse, state)))
         # transformers makes no mask where it gets one.
-        return {**arguments, PAGES: now, "attention_mask": torch.empty(1, 1, 0, 0)}
+        return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
         """Returns a pass, of which ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
@@ -115,20 +115,20 @@ class PagedAttention:
         if state.buckets:
             self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
 
-    def _start(self, now: PagedPass) -> PagedPass:
+    def _start(self, current: PagedPass) -> PagedPass:
         """Returns a pass; takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
-        if now.state.pooled:  # not before the pass has computed them
-            now.state.mark_pooled(now.pages, now.offsets // now.state.block_size, pooled=False)
-        rows, sizes, short = now.decoded, now.state.sizes, False
+        if current.state.pooled:  # not before the pass has computed them
+            current.state.mark_pooled(current.pages, current.offsets // current.state.block_size, pooled=False)
+        rows, sizes, short = current.decoded, current.state.sizes, False
         if self.routed is not None and rows is not None:
-            keys = rows.kv_len.sum() * (len(now.state.buckets) * now.state.kv_heads)
+            keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
             short = rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))  # for buckets
             self.statistics.add_visible(keys, all_read=short)
-        if sizes is not None and rows is not None and not now.prompts and not short:
+        if sizes is not None and rows is not None and not current.prompts and not short:
             rows.counted = sizes.begin(rows.table, rows.kv_len)
         elif sizes is not None:
             sizes.forget()
-        return now
+        return current
 
     def release(self) -> None:
         """Lets go of all caches."""
@@ -142,13 +142,13 @@ class PagedAttention:
 
         ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
         """
-        now: PagedPass = x.cache
-        self._write(x, now)
+        current: PagedPass = x.cache
+        self._write(x, current)
 
         def attend(rows: Sequences | Prompts) -> Tensor:
-            return self._decoded(x, now, rows) if isinstance(rows, Sequences) else self._prompts(x, now, rows)
+            return self._decoded(x, current, rows) if isinstance(rows, Sequences) else self._prompts(x, current, rows)
 
-        served = [*([] if now.decoded is None else [now.decoded]), *now.prompts]
+        served = [*([] if current.decoded is None else [current.decoded]), *current.prompts]
         only = served[0].tokens if len(served) == 1 else None
         if isinstance(only, slice) and only.indices(x.q.shape[2]) == (0, x.q.shape[2], 1):  # all tokens of the pass
             out = attend(served[0])
@@ -156,24 +156,24 @@ class PagedAttention:
             out = torch.zeros_like(x.q[0].transpose(0, 1))
             for rows in served:
                 out[rows.tokens] = attend(rows)
-        if x.layer == now.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
-            for item in (item for prompts in now.prompts if prompts.sparse for item in prompts.items):
-                places = now.state.locate(item.table, item.pooled, item.keys // now.state.block_size)
-                now.state.mark_pooled(*places, pooled=True)
+        if x.layer == current.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
+            for item in (item for prompts in current.prompts if prompts.sparse for item in prompts.items):
+                places = current.state.locate(item.table, item.pooled, item.keys // current.state.block_size)
+                current.state.mark_pooled(*places, pooled=True)
         return out.transpose(0, 1)[None]
 
-    def _write(self, x: LayerInputs, now: PagedPass) -> None:
+    def _write(self, x: LayerInputs, current: PagedPass) -> None:
         """Writes the new keys and values, and the buckets of the keys."""
         ids, buckets = None, None
-        if self.routed is not None and x.layer in now.state.buckets:
+        if self.routed is not None and x.layer in current.state.buckets:
             router: Any = self.routed.router
-            ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], now.state.buckets[x.layer]
-        write_pages(x.k[0], x.v[0], *now.state.pages(x.layer), now.pages, now.offsets, ids, buckets)
+            ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], current.state.buckets[x.layer]
+        write_pages(x.k[0], x.v[0], *current.state.pages(x.layer), current.pages, current.offsets, ids, buckets)
 
-    def _decoded(self, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
+    def _decoded(self, x: LayerInputs, current: PagedPass, rows: Sequences) -> Tensor:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
-        cache = PagedKeys(*now.state.pages(x.layer), rows.table, rows.kv_len)
+        cache = PagedKeys(*current.state.pages(x.layer), rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
         way = self.ways.of_tokens(x.layer, rows.longest, len(rows.kv_len))
         if way is not Way.BUCKETS or self.routed is None:
@@ -181,13 +181,13 @@ class PagedAttention:
                 self.statistics.count(way)
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
-        counts = self._counter(now.state)[: len(q)]
+        counts = self._counter(current.state)[: len(q)]
         if rows.window is None:
             rows.window = self._window(rows)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        buckets = now.state.buckets[x.layer]
-        sizes = partial(self._sizes, now.state, x.layer, rows)
+        buckets = current.state.buckets[x.layer]
+        sizes = partial(self._sizes, current.state, x.layer, rows)
         probes = self.routed.router.visit(queries, self.routed.budget, sizes)
         return paged_bucket_decode(
             q, cache, buckets, probes, recent=rows.window, sink=self.routed.sink, counts=counts, **scores
@@ -201,7 +201,7 @@ class PagedAttention:
             return paged_bucket_sizes(*where, num_buckets=self.routed.router.num_buckets)
         return state.sizes.count(layer, *where, rows.counted)
 
-    def _prompts(self, x: LayerInputs, now: PagedPass, prompts: Prompts) -> Tensor:
+    def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
         size, mask = BLOCK, None
         most = max(item.queries for item in prompts.items)
@@ -209,15 +209,15 @@ class PagedAttention:
             assert self.selection is not None
             size, chosen = self.selection.block_size, []
             for item in prompts.items:
-                sequence = self._sequence(x, now, item)
+                sequence = self._sequence(x, current, item)
                 chosen.append(self.selection.blocks(sequence))
                 self.statistics.add("sparsity", sparsity(chosen[-1], self.selection.candidates(sequence)))
-            mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * now.state.page_size // size))
+            mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         elif self.selection is not None:
             for item in prompts.items:
-                self.statistics.count(self._way(now.state, item))
+                self.statistics.count(self._way(current.state, item))
                 self.statistics.add("sparsity", 0.0)
-        cache = PagedKeys(*now.state.pages(x.layer), prompts.table, prompts.kv_len)
+        cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
@@ -232,18 +232,18 @@ class PagedAttention:
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         return self._way(state, item) is Way.BLOCKS
 
-    def _sequence(self, x: LayerInputs, now: PagedPass, item: PromptChunk) -> LayerInputs:
+    def _sequence(self, x: LayerInputs, current: PagedPass, item: PromptChunk) -> LayerInputs:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
         sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
         if self.gate is not None:
-            sequence = replace(sequence, pooled_keys=now.state.pool_keys(sequence, item, self.rotation))
+            sequence = replace(sequence, pooled_keys=current.state.pool_keys(sequence, item, self.rotation))
         if item.queries == item.keys:
             return sequence
         if self.selection is not None and self.selection.needs_keys(sequence):
-            k, v = now.state.keys(x.layer, item.table, 0, item.keys)
+            k, v = current.state.keys(x.layer, item.table, 0, item.keys)
         else:
             k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
         return replace(sequence, k=k, v=v)
