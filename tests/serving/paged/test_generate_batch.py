@@ -21,6 +21,7 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
