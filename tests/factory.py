@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from msattn.trainer.embedded import EMBEDDED_MODEL
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's; they stand for all families in most tests
 ROPES: dict[str, dict[str, Any]] = {

@@ -26,8 +26,9 @@ from msattn.trainer.evaluate.job import Job, PartialRows
 from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.perplexity import prefill
+from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.progress import Progress
 from tests.factory import tiny_architecture
 

@@ -12,7 +12,8 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.a_shape import AShape, falling, measure_spans
 from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import random_tokens, tiny_model
 from tests.methods.test_selection import SHAPES, geometry, layer_inputs
 

@@ -19,9 +19,10 @@ from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import FAMILIES, attention_layers, check_supported, family_of, output_logits, served_layers
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, scale_rope
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import can_crop
 from tests.factory import (

@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import left_padded, random_tokens, tiny_model
 
 

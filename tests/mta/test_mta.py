@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import dense_attention, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import tap
 from msattn.trainer.mta.attention import convert, kv_start_of
 from msattn.trainer.mta.cache import ROLLBACK
 from tests.factory import left_padded, random_tokens, tiny_model

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model

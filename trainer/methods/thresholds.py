@@ -41,7 +41,8 @@ from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import num_layers
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:

@@ -1,12 +1,13 @@
-"""Attention of a tapped layer whose scores are soft-capped or that has attention sinks, and block maps of any layer.
+"""Dense attention of a tapped layer, also with soft-capped scores and attention sinks, which SDPA has not, and block maps.
 
-SDPA computes neither. Each function takes the layer's inputs whole, so that no caller forgets what is done to its scores.
+Functions take the layer's inputs whole, so that no caller forgets what is done to its scores.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from msattn.kernels.attention_sinks import apply_sinks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
@@ -33,6 +34,61 @@ def block_map(x: LayerInputs, block_size: int = BLOCK, pool: str = "max") -> Max
     """Returns dense attention of a layer and its block map; see :func:`msattn.kernels.maxpool_attention.maxpool_attention`."""
     options: dict[str, Any] = score_options(x) | {"block_size": block_size, "pool": pool, "sinks": x.sinks}
     return maxpool_attention(x.q, x.k, x.v, **options)
+
+
+def dense_attention(x: LayerInputs) -> Tensor:
+    """Computes the attention of a layer over all keys, as the model does: ``[B, Hq, N, D]``."""
+    if x.softcap is not None or x.sinks is not None:
+        return capped_attention(x).out
+    return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:
+    """Computes causal attention with PyTorch's SDPA; arguments as in :class:`LayerInputs`, output ``[B, Hq, N, D]``.
+
+    The causal mask is bottom-right aligned if there are more keys than queries. The output of padded queries is 0.
+    """
+    if q.shape[2] == 1:
+        return _dense_decode(q, k, v, scale, kv_start)
+    if kv_start is None:
+        return _causal(q, k, v, scale)
+    past = k.shape[2] - q.shape[2]
+    out = torch.zeros_like(q)
+    for b, start in enumerate(kv_start.tolist()):  # each row runs as an unpadded sequence
+        first = max(start - past, 0)
+        if first < q.shape[2]:
+            row = slice(b, b + 1)
+            out[row, :, first:] = _causal(q[row, :, first:], k[row, :, start:], v[row, :, start:], scale)
+    return out
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if q.is_cuda and q.dtype == torch.float32:  # SDPA's memory-efficient backend, needed for fp32, has no GQA
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    gqa = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias: Any = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
+
+
+def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tensor | None) -> Tensor:
+    """Computes attention of one query per head: the queries of a group become the rows of their key head.
+
+    This form also supports padding masks. 16-bit tensors on a GPU without padding use SDPA's kernels for a single query.
+    """
+    if q.is_cuda and q.dtype != torch.float32 and kv_start is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    if kv_start is None:
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
+    visible = torch.arange(k.shape[2], device=q.device) >= kv_start[:, None]
+    empty = ~visible.any(dim=1, keepdim=True)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=(visible | empty)[:, None, None], scale=scale)
+    return out.masked_fill(empty[:, None, None], 0).reshape(q.shape)
 
 
 def capped_attention(x: LayerInputs) -> SparseAttention:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
-from msattn.trainer.models.layer_attention import capped_attention
+from msattn.trainer.models.layer_attention import causal_attention
 from msattn.trainer.models.layer_inputs import LayerInputs
 
 if TYPE_CHECKING:
@@ -334,58 +333,3 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
     Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given. Gradients are recorded.
     """
     return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
-
-
-def dense_attention(x: LayerInputs) -> Tensor:
-    """Computes the attention of a layer over all keys, as the model does: ``[B, Hq, N, D]``."""
-    if x.softcap is not None or x.sinks is not None:
-        return capped_attention(x).out
-    return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:
-    """Computes causal attention with PyTorch's SDPA; arguments as in :class:`LayerInputs`, output ``[B, Hq, N, D]``.
-
-    The causal mask is bottom-right aligned if there are more keys than queries. The output of padded queries is 0.
-    """
-    if q.shape[2] == 1:
-        return _dense_decode(q, k, v, scale, kv_start)
-    if kv_start is None:
-        return _causal(q, k, v, scale)
-    past = k.shape[2] - q.shape[2]
-    out = torch.zeros_like(q)
-    for b, start in enumerate(kv_start.tolist()):  # each row runs as an unpadded sequence
-        first = max(start - past, 0)
-        if first < q.shape[2]:
-            row = slice(b, b + 1)
-            out[row, :, first:] = _causal(q[row, :, first:], k[row, :, start:], v[row, :, start:], scale)
-    return out
-
-
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if q.is_cuda and q.dtype == torch.float32:  # SDPA's memory-efficient backend, needed for fp32, has no GQA
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    gqa = q.shape[1] != k.shape[1]
-    if q.shape[2] == k.shape[2]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    from torch.nn.attention.bias import causal_lower_right
-
-    bias: Any = causal_lower_right(q.shape[2], k.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=gqa)
-
-
-def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tensor | None) -> Tensor:
-    """Computes attention of one query per head: the queries of a group become the rows of their key head.
-
-    This form also supports padding masks. 16-bit tensors on a GPU without padding use SDPA's kernels for a single query.
-    """
-    if q.is_cuda and q.dtype != torch.float32 and kv_start is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    if kv_start is None:
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(q.shape)
-    visible = torch.arange(k.shape[2], device=q.device) >= kv_start[:, None]
-    empty = ~visible.any(dim=1, keepdim=True)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=(visible | empty)[:, None, None], scale=scale)
-    return out.masked_fill(empty[:, None, None], 0).reshape(q.shape)

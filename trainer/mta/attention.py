@@ -25,7 +25,8 @@ from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.tap import TAP, causal_attention, padding_start
+from msattn.trainer.models.layer_attention import causal_attention
+from msattn.trainer.models.tap import TAP, padding_start
 from msattn.trainer.mta.cache import query_window_layer
 
 HeadMixing = Literal["scores", "group"]

@@ -19,7 +19,8 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config.select import Calibrated
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate import calibration, methods
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.recipes import argument_parser
 
 LONG = 16  # visible blocks that a counted row exceeds

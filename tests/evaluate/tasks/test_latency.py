@@ -21,7 +21,8 @@ from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency
 from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, random_router, with_growing_layers
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.evaluate import runs

@@ -35,8 +35,9 @@ from msattn.trainer.evaluate.tasks.timing import (
 )
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
+from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import dense_attention, tap
+from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
 from msattn.trainer.serving.attach import Sparse
 

@@ -27,7 +27,8 @@ from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
 from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate, with_growing_layers
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache.install import can_crop
 from msattn.trainer.serving.fused import fused

@@ -17,8 +17,9 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.untrained.oracle import Oracle
 from msattn.trainer.methods.untrained.random import Random
+from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.tap import LayerInputs, tap
 
 MAP_SIDE = 64  # blocks; larger maps are max-pooled to this size
 BINS = 128  # groups of neighbouring keys in the picture of a decoded token

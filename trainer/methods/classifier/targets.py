@@ -20,7 +20,8 @@ from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts
 

@@ -13,7 +13,8 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import GateDistiller, LayerLoss, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
-from msattn.trainer.models.tap import LayerInputs, dense_attention, run_backbone, tap
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,9 @@ from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, dense_attention, tap
+from msattn.trainer.models.tap import LayerInputs, tap
 
 POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
 MIN_CHUNKS = 4  # of training text
