@@ -4,6 +4,7 @@ The result is the last row of :mod:`msattn.kernels.conv_attention.operation`. Le
 ``q_(c_q - 1)`` is the newest, at position i, and ``p = (c_k - 1) // 2``::
 
     A[j] = sum_c U_c[j - p + c]         U_c[k'] = sum of W[a, c] scale * q_a . k_k' over the a with k' <= i - (c_q - 1) + a
+                                        with mask="key" over all a
     out  = softmax over keys j <= i of A[j], times v_j
 
 The weights are applied to the queries, ``x_c = sum_a W[a, c] q_a``, so that ``U_c = x_c . k`` is a single product for all taps
@@ -14,8 +15,8 @@ the c_k - 1 keys after a stream are read twice, so that the memory traffic is th
 alternatives are slower: products with shifted keys read each key c_k times, and shifting tiles of U through shared memory or
 between threads takes longer than reading the keys.
 
-For the last c_q - 1 keys some ``q_a`` count as 0. The results that involve these keys are computed by a separate program, which
-multiplies shifted keys by the unweighted queries.
+With ``mask="query"`` some ``q_a`` count as 0 for the last c_q - 1 keys. The results that involve these keys, or keys past the
+end, are computed by a separate program, which multiplies shifted keys by the unweighted queries.
 
 Tiles: four heads of a group; BA queries, BC taps; BW streams of two keys, BN keys in total; BD head size. Four copies of the
 heads fill the 16 rows that ``tl.dot`` needs. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (split and head block,
@@ -34,7 +35,7 @@ from msattn.kernels.common.mta_checks import key_taps_before
 from msattn.kernels.common.primitives import LOG2_E, num_sms, padded_head, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, ConvMask
 
 STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head
 # fp32 products are three TF32 products, accurate to about 21 bits. With "ieee" (CUDA cores), Triton 3.6 returns wrong products
@@ -48,6 +49,7 @@ def conv_decode(
     v: Tensor,
     weight: Tensor,
     *,
+    mask: ConvMask = "query",
     scale: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
@@ -65,6 +67,8 @@ def conv_decode(
         The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     weight : Tensor ``[Hq, c_q, c_k]``
         One convolution kernel per head, up to 32 x 32, in q_window's dtype or fp32.
+    mask : {"query", "key"}
+        Scores that count as 0, as in ``conv_attention``: those of keys after their own query, or none of the cache.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -88,10 +92,10 @@ def conv_decode(
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
-    check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
+    check_conv_decode(q_window, k, v, weight, mask, kv_start, kv_len, splits)
     scale = resolve_scale(scale, q_window.shape[3])
     backend = resolve_backend(backend, q_window, "q_window")
-    return _operator(q_window, k, v, weight, kv_start, kv_len, scale, splits, backend)
+    return _operator(q_window, k, v, weight, kv_start, kv_len, scale, mask, splits, backend)
 
 
 def launch(
@@ -102,6 +106,7 @@ def launch(
     kv_start: Tensor | None,
     kv_len: Tensor | None,
     scale: float,
+    mask: str,
     splits: int | None,
 ) -> Tensor:
     """Launches both kernels.
@@ -126,8 +131,8 @@ def launch(
         *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
-        BC=max(4, triton.next_power_of_2(taps)), BW=STREAMS, BD=cols, PRECISION=PRECISION, num_warps=4, num_stages=stages,
-        **pdl_args(q_window.device),
+        BC=max(4, triton.next_power_of_2(taps)), BW=STREAMS, BD=cols, PRECISION=PRECISION,
+        KEY_MASK=mask == "key", num_warps=4, num_stages=stages, **pdl_args(q_window.device),
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
@@ -151,7 +156,7 @@ def _split_conv_decode_kernel(
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, KEY_MASK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes ``part_out [B, Hq, S, D]``, maxima (base 2) and sums of four heads."""
     pdl_wait(PDL)
@@ -161,8 +166,9 @@ def _split_conv_decode_kernel(
     kv_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = tl.maximum(tl.load(kv_start_ptr + batch), 0) if kv_start_ptr is not None else 0
     end = tl.minimum(tl.load(kv_len_ptr + batch), num_keys) if kv_len_ptr is not None else num_keys
-    oldest = end - WINDOW  # position of the window's first query, which does not see later keys
-    tail = tl.maximum(oldest + 1 - (TAPS - 1 - before), start)  # first result that involves such a key
+    oldest = end - WINDOW  # position of the window's first query
+    seen = end - 1 if KEY_MASK else oldest  # last key whose scores with all queries count
+    tail = tl.maximum(seen + 1 - (TAPS - 1 - before), start)  # first result that involves a later key
 
     m_d = tl.arange(0, BD) < HEAD
     q_ptr += batch * stride_qb + kv_head * group * stride_qh
@@ -172,7 +178,7 @@ def _split_conv_decode_kernel(
     if split == 0:
         m, l, acc = _tail_keys(
             q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
-            group, head_block, before, start, end, oldest, tail, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION,
+            group, head_block, before, start, end, oldest, tail, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION, KEY_MASK,
         )  # fmt: skip
     else:
         m, l, acc = _stream_keys(
@@ -265,10 +271,11 @@ def _tail_keys(
     q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
     group, head_block, before, start, end, oldest, tail, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     """Processes the results from ``tail`` on, fewer than 64, by one product per tap.
 
-    A query contributes only to scores of keys that it sees.
+    A query contributes only to scores of keys that it sees, with the key mask to all.
     """
     row, o_d = tl.arange(0, 4 * BA), tl.arange(0, BD)
     m_d = o_d < HEAD
@@ -286,7 +293,7 @@ def _tail_keys(
         b_k = tl.load(k_ptr + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
         w = tl.load(weight_ptrs + c, mask=m_row, other=0.0).to(tl.float32)
         each = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [64, 4 * BA]
-        each = tl.where(key[:, None] <= (oldest + a)[None, :], each * w[None, :], 0.0)
+        each = tl.where((key[:, None] <= (oldest + a)[None, :]) | KEY_MASK, each * w[None, :], 0.0)
         s += tl.sum(tl.reshape(each, [64, 4, BA]), 2)
     live = j < end
     b_v = tl.load(v_ptr + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)

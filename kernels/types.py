@@ -13,6 +13,7 @@ from torch import Tensor
 Backend = Literal["triton", "torch"]
 Variant = Literal["partial", "global"]  # of flash_decode
 Pool = Literal["max", "mass", "mean_mass"]  # of maxpool_attention
+ConvMask = Literal["query", "key"]  # of conv_attention
 
 
 class SparseAttention(NamedTuple):

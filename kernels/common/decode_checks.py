@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import FLOATS, check_device, check_per_sequence, check_qkv, check_tensor, statistics_dtype
-from msattn.kernels.common.mta_checks import check_conv_weight
+from msattn.kernels.common.mta_checks import check_convolution
 from msattn.kernels.types import ScoreMod
 
 
@@ -32,11 +32,18 @@ def check_flash_decode(
 
 
 def check_conv_decode(
-    q_window: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, kv_len: Tensor | None, splits: int | None
+    q_window: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    mask: str,
+    kv_start: Tensor | None,
+    kv_len: Tensor | None,
+    splits: int | None,
 ) -> None:
     """Checks the arguments of ``conv_decode``; the window has the kernel's c_q rows."""
     check_qkv(q_window, k, v)
-    check_conv_weight(weight, q_window)
+    check_convolution(weight, mask, q_window)
     check_per_sequence("kv_start", kv_start, q_window)
     check_per_sequence("kv_len", kv_len, q_window)
     if q_window.shape[2] != weight.shape[1]:

@@ -1,21 +1,26 @@
-"""Checks of Multi-Token Attention's weights; see :mod:`.checks`."""
+"""Checks of Multi-Token Attention's weights and mask; see :mod:`.checks`."""
+
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_device
+from msattn.kernels.types import ConvMask
 
 MAX_CONV_SIZE = 32
 
 
-def check_conv_weight(weight: Tensor, q: Tensor) -> None:
-    """Checks ``weight [Hq, c_q, c_k]``, kernels of at most 32 x 32."""
+def check_convolution(weight: Tensor, mask: str, q: Tensor) -> None:
+    """Checks ``weight [Hq, c_q, c_k]``, kernels of at most 32 x 32, and the name of the mask."""
     sizes = weight.shape[1:] if weight.dim() == 3 else (0,)
     if weight.dim() != 3 or weight.shape[0] != q.shape[1] or not 1 <= min(sizes) <= max(sizes) <= MAX_CONV_SIZE:
         raise ValueError(
             f"weight.shape={tuple(weight.shape)}: expected [{q.shape[1]}, c_q, c_k], one kernel for each of q's heads, "
             f"of 1 to {MAX_CONV_SIZE} queries and keys"
         )
+    if mask not in get_args(ConvMask):
+        raise ValueError(f"mask={mask!r}: expected one of {get_args(ConvMask)}")
     _check_dtype_and_device(weight, q)
 
 

@@ -42,12 +42,14 @@ def zero_padding(
 ) -> tuple[Tensor, ...]:
     """Copies queries and keys with zeros in the left padding, in the layout of ``empty_like``, as fake kernels state.
 
-    Padding may hold NaN, and kernels multiply it by 0. They do not mask factors inside the product loop, because code compiled
-    by Triton 3.6 then has a race.
+    Queries before the first key count as padding. Padding may hold NaN, and kernels multiply it by 0. They do not mask factors
+    inside the product loop, because code compiled by Triton 3.6 then has a race.
     """
-    if kv_start is None:
-        return *queries, *keys
     offset = query_offset(queries[0].shape[2], keys[0].shape[2], causal)
+    if kv_start is None:
+        if offset >= 0:
+            return *queries, *keys
+        kv_start = torch.zeros(1, dtype=torch.int32, device=queries[0].device)
 
     def zero_rows_before(x: Tensor, first: Tensor) -> Tensor:
         before = torch.arange(x.shape[2], device=x.device) < first[:, None]

@@ -6,10 +6,11 @@ For head h, with kernel ``W [c_q, c_k]``, ``p = (c_k - 1) // 2``, positions q' a
     band            A[i, i - d] = sum_{a, c} W[a, c] S[q', k'] over k' <= q', 0 <= d < w       ``[B, H, N, w]`` fp32
                     where q' = i - (c_q - 1) + a, k' = i - d - p + c, S[q', k'] = q[q'] . k[k']
                     and w = (c_q - 1) + (c_k - 1 - p): for d >= w every k' <= q'
+    with mask="key" the sum is over k' <= i, and w = c_k - 1 - p
 
-The band needs the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``. They are not stored: a program owns a tile of rows and
-computes the scores of one e after another, by dot products in fp32. Each row is read about c_q * c_k times, mostly from the L1
-cache, which costs little compared with the products over all keys.
+The band needs the scores ``S[q', q' - e]``, ``0 <= e < c_k - 1 + a``, or ``a - (c_q - 1) <= e < c_k - 1`` with ``mask="key"``.
+They are not stored: a program owns a tile of rows and computes the scores of one e after another, by dot products in fp32. Each
+row is read about c_q * c_k times, mostly from the L1 cache, which costs little compared with the products over all keys.
 
 Tiles: BR rows, BC taps along keys, BA taps along queries, BW columns of the band. Row i of the queries has position ``i +
 offset``. Grid: (row or key tile, head, sequence).
@@ -35,6 +36,7 @@ class Convolution(NamedTuple):
     weight: Tensor
     kv_start: Tensor | None
     causal: bool
+    mask: str
 
     @property
     def window(self) -> int:
@@ -47,7 +49,8 @@ class Convolution(NamedTuple):
 
         Outside the band, convolved scores depend on no score that counts as 0.
         """
-        return self.window - 1 + key_taps_after(self.weight) if self.causal else 0
+        earlier_queries = self.window - 1 if self.mask == "query" else 0
+        return earlier_queries + key_taps_after(self.weight) if self.causal else 0
 
     def size_args(self) -> tuple[int, ...]:
         """Returns the size arguments that all kernels share.
@@ -85,7 +88,7 @@ def make_band(conv: Convolution) -> Tensor | None:
     band = q.new_empty((*q.shape[:3], conv.width), dtype=torch.float32)
     _band_kernel[(triton.cdiv(q.shape[2], TILE_ROWS), q.shape[1], q.shape[0])](
         q, k, conv.weight, band, conv.kv_start, *q.stride()[:3], *k.stride()[:3], *conv.size_args(), **conv.constexprs(),
-        BW=triton.next_power_of_2(conv.width),
+        BW=triton.next_power_of_2(conv.width), KEY_MASK=conv.mask == "key",
     )  # fmt: skip
     return band
 
@@ -101,6 +104,7 @@ def query_gradient(conv: Convolution, dq: Tensor, dband: Tensor, out: Tensor) ->
     _band_query_kernel[(tiles, q.shape[1], q.shape[0])](
         q, k, conv.weight, dband, dq, out, partial, conv.kv_start,
         *q.stride()[:3], *k.stride()[:3], *out.stride()[:3], *conv.size_args(), **conv.constexprs(),
+        KEY_MASK=conv.mask == "key",
     )  # fmt: skip
     return partial
 
@@ -110,7 +114,7 @@ def key_gradient(conv: Convolution, dkeys: Tensor, dband: Tensor | None, out: Te
     q, k = conv.q, conv.k
     _key_kernel[(triton.cdiv(k.shape[2], TILE_ROWS), k.shape[1], k.shape[0])](
         q, conv.weight, dkeys, dband, out, conv.kv_start,
-        *q.stride()[:3], *out.stride()[:3], *conv.size_args(), **conv.constexprs(),
+        *q.stride()[:3], *out.stride()[:3], *conv.size_args(), **conv.constexprs(), KEY_MASK=conv.mask == "key",
     )  # fmt: skip
 
 
@@ -175,6 +179,7 @@ def _band_kernel(
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
@@ -183,7 +188,8 @@ def _band_kernel(
     for a in tl.range(0, window):  # type: ignore[misc]
         row = i - (window - 1) + a
         q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
-        for e in tl.range(0, taps - 1 + a):  # type: ignore[misc]
+        first = a - (window - 1) if KEY_MASK else 0
+        for e in tl.range(first, taps - 1 if KEY_MASK else taps - 1 + a):  # type: ignore[misc]
             key = row + offset - e
             k = _load_rows(k_ptr, b, h // group, key, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
             c = d + before - (window - 1) + a - e
@@ -194,7 +200,7 @@ def _band_kernel(
 
 
 @triton.jit
-def _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC: tl.constexpr):
+def _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC: tl.constexpr, KEY_MASK: tl.constexpr):
     """Loads gradients ``[BR, BC]`` of the band elements that S[row, row - e] enters.
 
     Column c is the gradient of the element to which the score contributes with weight ``W[a, c]``.
@@ -202,6 +208,8 @@ def _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC: tl
     i = row + (window - 1) - a
     d = e + tl.arange(0, BC) - before + (window - 1) - a
     inside = ((row >= 0) & (i < num_queries))[:, None] & ((d >= 0) & (d < width))[None, :]
+    if KEY_MASK:
+        inside &= e >= a - (window - 1)
     return tl.load(dband_ptr + i.to(tl.int64)[:, None] * width + d[None, :], mask=inside, other=0.0)
 
 
@@ -210,7 +218,7 @@ def _band_query_kernel(
     q_ptr, k_ptr, weight_ptr, dband_ptr, dq_ptr, out_ptr, partial_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_ob, stride_oh, stride_on,
     group, num_queries, num_keys, offset, window, taps, before, width,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
@@ -222,12 +230,13 @@ def _band_query_kernel(
     q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
     dq = _load_rows(dq_ptr, b, h, row, first_query, num_queries, 0, 0, HEAD, HEAD, COLS)
     dweight = tl.zeros([BA, BC], tl.float32)
-    for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
+    first = 1 - window if KEY_MASK else 0
+    for e in tl.range(first, first + window + taps - 2):  # type: ignore[misc]
         k = _load_rows(k_ptr, b, h // group, row + offset - e, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)
         s = tl.sum(q * k, 1)
         ds = tl.zeros([BR], tl.float32)
         for a in tl.range(0, window):  # type: ignore[misc]
-            dband = _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC)
+            dband = _load_dband(dband_ptr, row, e, a, num_queries, window, before, width, BC, KEY_MASK)
             w = tl.load(weight_ptr + (h * window + a) * taps + columns, mask=columns < taps, other=0.0).to(tl.float32)
             ds += tl.sum(dband * w[None, :], 1)
             dweight += tl.where((rows == a)[:, None], tl.sum(s[:, None] * dband, 0)[None, :], 0.0)
@@ -244,7 +253,7 @@ def _key_kernel(
     q_ptr, weight_ptr, dkeys_ptr, dband_ptr, out_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     group, num_queries, num_keys, offset, window, taps, before, width,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     kv_head, b = tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
@@ -259,13 +268,14 @@ def _key_kernel(
             dy = _load_rows(y_ptr, b, h, j + before - c, first_key, num_keys, 0, 0, HEAD, HEAD, COLS)
             dk += tl.load(weight_ptr + h * window * taps + n).to(tl.float32) * dy
         if dband_ptr is not None:
-            for e in tl.range(0, window + taps - 2):  # type: ignore[misc]
+            first = 1 - window if KEY_MASK else 0
+            for e in tl.range(first, first + window + taps - 2):  # type: ignore[misc]
                 row = j + e - offset
                 q = _load_rows(q_ptr, b, h, row, first_query, num_queries, stride_qb, stride_qh, stride_qn, HEAD, COLS)
                 ds = tl.zeros([BR], tl.float32)
                 for a in tl.range(0, window):  # type: ignore[misc]
                     dband = _load_dband(
-                        dband_ptr + head * num_queries * width, row, e, a, num_queries, window, before, width, BC
+                        dband_ptr + head * num_queries * width, row, e, a, num_queries, window, before, width, BC, KEY_MASK
                     )
                     w = tl.load(weight_ptr + (h * window + a) * taps + columns, mask=columns < taps, other=0.0)
                     ds += tl.sum(dband * w.to(tl.float32)[None, :], 1)

@@ -1,7 +1,7 @@
 """Attention with scores convolved along queries and keys (Multi-Token Attention).
 
 This is the key-query convolution of the paper, with one kernel ``W [c_q, c_k]`` for each head. With ``p = (c_k - 1) // 2`` and
-scores that count as 0 where the key comes after the query of the score::
+scores that count as 0 where the key comes after the query of the score (``mask="query"``) or of the output (``mask="key"``)::
 
     S = scale * Q K^T           A[i, j] = sum_{a < c_q, c < c_k} W[a, c] S[i - (c_q - 1) + a, j - p + c]
     out_i = softmax over keys j (j <= i if causal) of A[i, j], times v_j
@@ -34,7 +34,7 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.common.mta_checks import check_conv_weight
+from msattn.kernels.common.mta_checks import check_convolution
 from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.score_products import zero_padding
 from msattn.kernels.conv_attention.backward import conv_attention_backward
@@ -47,7 +47,7 @@ from msattn.kernels.conv_attention.band import (
     weight_gradient,
 )
 from msattn.kernels.conv_attention.forward import ScoreFactors, conv_attention_forward, kv_slices
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, ConvMask
 
 
 def conv_attention(
@@ -57,16 +57,12 @@ def conv_attention(
     weight: Tensor,
     *,
     causal: bool = True,
+    mask: ConvMask = "query",
     scale: float | None = None,
     kv_start: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Computes attention with convolved scores (Multi-Token Attention, arXiv 2504.00927).
-
-    With ``causal``, a score is set to 0 if its key comes after *its own* query, and the convolution comes after that, as in
-    the paper's implementation. The formula printed in the paper keeps a score if its key does not come after the *output's*
-    query, so that scores of earlier queries with later keys enter, too. With several rows in the kernel these are different
-    functions; with one row (``c_q = 1``) they are the same. A kernel trained with one should not be used with the other.
 
     Parameters
     ----------
@@ -79,7 +75,12 @@ def conv_attention(
         Kernel of each head, up to 32 x 32, in the dtype of q or fp32. Row ``c_q - 1`` is the current query, column
         ``(c_k - 1) // 2`` the current key: 1 there and 0 elsewhere gives plain attention.
     causal : bool
-        Query i has position ``M - N + i`` and sees no key after it; a score whose key comes after its query counts as 0.
+        Query i has position ``M - N + i`` and sees no key after it.
+    mask : {"query", "key"}
+        Scores that count as 0 in the convolution, if causal. ``query``: those whose key comes after their *own* query, as in
+        the paper's implementation. ``key``: those whose key comes after the query of the *output*, as in the formula printed in
+        the paper, so that scores of earlier queries with later keys enter, too. With several rows in the kernel these are
+        different functions; with one row they are the same. A kernel trained with one should not be used with the other.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -98,15 +99,15 @@ def conv_attention(
         If an argument has a wrong shape, dtype or value; the message names it.
     """
     check_qkv(q, k, v)
-    check_conv_weight(weight, q)
+    check_convolution(weight, mask, q)
     check_per_sequence("kv_start", kv_start, q)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
-    return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]
+    return _operator(q, k, v, weight, kv_start, causal, scale, mask, backend)[0]
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, scale: float
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, scale: float, mask: str
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernels.
 
@@ -119,7 +120,7 @@ def launch(
     group = q.shape[1] // k.shape[1]
     for kv in kv_slices(k.shape[1], group * weight.shape[1] * k[:, 0].numel()):
         heads = slice(kv.start * group, kv.stop * group)
-        _, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal)
+        _, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal, mask)
         conv_attention_forward(factors, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale)
     return out, lse
 
@@ -135,6 +136,7 @@ def launch_backward(
     kv_start: Tensor | None,
     causal: bool,
     scale: float,
+    mask: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launches the backward kernels, for a slice of the heads at a time.
 
@@ -149,7 +151,7 @@ def launch_backward(
     elements = max(weight.shape[1] * k[:, 0].numel(), batch * num_queries * k.shape[2])
     for kv in kv_slices(k.shape[1], group * elements):
         heads = slice(kv.start * group, kv.stop * group)
-        conv, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal)
+        conv, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal, mask)
         statistics = lse[:, heads], row_delta[:, heads]
         grads = conv_attention_backward(factors, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale)
         dweight_part = weight_gradient(conv, grads.y).sum((0, 2))
@@ -163,9 +165,11 @@ def launch_backward(
     return dq, dk, dv, dweight
 
 
-def _prepare(q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool) -> tuple[Convolution, ScoreFactors]:
+def _prepare(
+    q: Tensor, k: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, mask: str
+) -> tuple[Convolution, ScoreFactors]:
     """Prepares the factors of the convolved scores of a slice of the heads."""
-    conv = Convolution(q, k, weight.contiguous(), kv_start, causal)
+    conv = Convolution(q, k, weight.contiguous(), kv_start, causal, mask)
     return conv, ScoreFactors(conv.q, prepare_keys(conv), conv.window, make_band(conv))
 
 

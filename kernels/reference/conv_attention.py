@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import check_qkv
-from msattn.kernels.common.mta_checks import check_conv_weight, key_taps_after, key_taps_before
+from msattn.kernels.common.mta_checks import check_convolution, key_taps_after, key_taps_before
 from msattn.kernels.reference.mixed_scores import Mixing, mixed_attention, mixed_attention_backward
 
 
@@ -15,37 +15,46 @@ def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: A
     return conv_attention_forward(q, k, v, weight, **options)[0]
 
 
-def conv_attention_forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def conv_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, causal: bool = True, mask: str = "query", **options: Any
+) -> tuple[Tensor, Tensor]:
     """Returns the output of :func:`conv_attention` and the LSE of convolved scores."""
     check_qkv(q, k, v)
-    check_conv_weight(weight, q)
-    return mixed_attention(q, k, v, weight, _convolution(weight), **options)
+    check_convolution(weight, mask, q)
+    return mixed_attention(q, k, v, weight, _convolution(weight, causal, mask), causal=causal, **options)
 
 
-def conv_attention_backward(*, weight: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def conv_attention_backward(*, weight: Tensor, causal: bool, mask: str, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and weight."""
-    return mixed_attention_backward(weight=weight, mixing=_convolution(weight), **others)
+    return mixed_attention_backward(weight=weight, mixing=_convolution(weight, causal, mask), causal=causal, **others)
 
 
-def _convolution(weight: Tensor) -> Mixing:
-    """Returns the convolution of each head, ``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``."""
-    return Mixing(_convolve, _convolve_backward, weight.shape[1] - 1, key_taps_before(weight), key_taps_after(weight))
+def _convolution(weight: Tensor, causal: bool, mask: str) -> Mixing:
+    """Returns the convolution of each head, ``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``.
 
+    With ``mask="key"`` the sum leaves out keys after query i of the output. The last row of ``mixed`` sees all columns, as a
+    chunk's keys end with its last query.
+    """
+    key_mask, before = causal and mask == "key", key_taps_before(weight)
 
-def _convolve(weight: Tensor, scores: Tensor) -> Tensor:
-    shifted = _shifted_scores(weight, scores)
-    mixed = torch.zeros_like(shifted[0][2])
-    for a, b, part in shifted:
-        mixed = mixed.addcmul(part, weight[:, a, b, None, None])
-    return mixed
+    def counted(mixed: Tensor, b: int) -> Tensor:
+        return mixed.tril(mixed.shape[3] - mixed.shape[2] + before - b) if key_mask else mixed
 
+    def convolve(weight: Tensor, scores: Tensor) -> Tensor:
+        shifted = _shifted_scores(weight, scores)
+        mixed = torch.zeros_like(shifted[0][2])
+        for a, b, part in shifted:
+            mixed = mixed.addcmul(counted(part, b), weight[:, a, b, None, None])
+        return mixed
 
-def _convolve_backward(weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
-    dweight, dscores = torch.zeros_like(weight), torch.zeros_like(scores)
-    for (a, b, part), (_, _, dpart) in zip(_shifted_scores(weight, scores), _shifted_scores(weight, dscores), strict=True):
-        dweight[:, a, b] = (dmixed * part).sum((0, 2, 3))
-        dpart.addcmul_(dmixed, weight[:, a, b, None, None])
-    return dweight, dscores
+    def convolve_backward(weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
+        dweight, dscores = torch.zeros_like(weight), torch.zeros_like(scores)
+        for (a, b, part), (_, _, dpart) in zip(_shifted_scores(weight, scores), _shifted_scores(weight, dscores), strict=True):
+            dpart.addcmul_(counted(dmixed, b), weight[:, a, b, None, None])
+            dweight[:, a, b] = (counted(dmixed, b) * part).sum((0, 2, 3))
+        return dweight, dscores
+
+    return Mixing(convolve, convolve_backward, weight.shape[1] - 1, before, key_taps_after(weight), not key_mask)
 
 
 def _shifted_scores(weight: Tensor, scores: Tensor) -> list[tuple[int, int, Tensor]]:

@@ -14,6 +14,7 @@ def conv_decode(
     v: Tensor,
     weight: Tensor,
     *,
+    mask: str = "query",
     scale: float | None = None,
     kv_start: Tensor | None = None,
     kv_len: Tensor | None = None,
@@ -23,7 +24,7 @@ def conv_decode(
 
     Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
     """
-    check_conv_decode(q_window, k, v, weight, kv_start, kv_len, splits)
+    check_conv_decode(q_window, k, v, weight, mask, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, k.shape[3]), statistics_dtype(k)
     batch, q_heads, window, head = q_window.shape
     out = q_window.new_zeros((batch, q_heads, 1, head))
@@ -40,7 +41,7 @@ def conv_decode(
         scores = (queries @ keys.mT * scale).flatten(0, 1)  # [Hq, c_q, m]
         position = torch.arange(start, end, device=k.device)
         own = torch.arange(end - window, end, device=k.device)[:, None]
-        scores = scores.masked_fill((position > own) | (own < start), 0)
+        scores = scores.masked_fill(((position > own) & (mask == "query")) | (own < start), 0)
         scores = torch.nn.functional.pad(scores, (key_taps_before(weight), key_taps_after(weight)))
         windows = scores.unfold(-1, weight.shape[2], 1)  # [Hq, c_q, m, c_k]
         mixed = torch.einsum("hamb,hab->hm", windows, taps)

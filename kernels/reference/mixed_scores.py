@@ -15,7 +15,8 @@ class Mixing(NamedTuple):
     """Linear map of scores, ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``.
 
     A mixed score depends on scores of ``before`` earlier queries, and of ``left`` earlier and ``right`` later keys; those that
-    do not exist are 0. ``backward`` returns the gradients of weight and scores.
+    do not exist are 0, with ``own_mask`` also those of keys after their own query. ``backward`` returns the gradients of weight
+    and scores.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]  # of weight and scores
@@ -23,13 +24,14 @@ class Mixing(NamedTuple):
     before: int = 0
     left: int = 0
     right: int = 0
+    own_mask: bool = True
 
 
 class _Chunk(NamedTuple):
     """Chunk of queries, and the keys that they see.
 
-    ``around`` is ``rows`` and the rows before them that mixing needs. ``future [before + n, m]`` is True for keys after the
-    query of a row of ``around``, whose ``scores`` are 0. ``mixed`` are the scores of ``rows`` after mixing.
+    ``around`` is ``rows`` and the rows before them that mixing needs. ``hidden [before + n, m]`` is True for keys whose
+    ``scores`` with a row of ``around`` are 0. ``mixed`` are the scores of ``rows`` after mixing.
     """
 
     batch: slice
@@ -37,7 +39,7 @@ class _Chunk(NamedTuple):
     around: slice
     keys: slice
     scores: Tensor
-    future: Tensor
+    hidden: Tensor
     mixed: Tensor
 
 
@@ -90,7 +92,7 @@ def mixed_attention_backward(
     statistics = statistics_dtype(q)
     kernel = weight.to(statistics)
     dq, dk, dv, dweight = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v, weight))
-    for batch, rows, around, keys, scores, future, mixed in _chunks(q, k, kernel, mixing, causal, scale, kv_start):
+    for batch, rows, around, keys, scores, hidden, mixed in _chunks(q, k, kernel, mixing, causal, scale, kv_start):
         grouped_dout = dout[batch, :, rows].to(statistics).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
         values = v[batch, :, None, keys].to(statistics)
         probs = (mixed - lse[batch, :, rows, None]).exp()
@@ -100,8 +102,8 @@ def mixed_attention_backward(
 
         dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_delta[..., None]))
         dweight += dkernel
-        dscores = dscores[:, :, -future.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
-        dscores = (dscores.masked_fill(future, 0) * scale).unflatten(1, (k.shape[1], -1))
+        dscores = dscores[:, :, -hidden.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
+        dscores = (dscores.masked_fill(hidden, 0) * scale).unflatten(1, (k.shape[1], -1))
         queries = q[batch, :, around].to(statistics).unflatten(1, (k.shape[1], -1))
         dq[batch, :, around] += (dscores @ k[batch, :, None, keys].to(statistics)).flatten(1, 2)
         dk[batch, :, keys] += (dscores.mT @ queries).sum(2)
@@ -127,8 +129,9 @@ def _chunks(
             scores = (queries @ k[batch, :, None, keys].to(statistics).mT * scale).flatten(1, 2)
             order = torch.arange(last, device=q.device) - torch.arange(first, end, device=q.device)[:, None]
             future = order > delta if causal else torch.zeros_like(order, dtype=torch.bool)
-            scores = scores.masked_fill(future, 0)
+            hidden = future & mixing.own_mask
+            scores = scores.masked_fill(hidden, 0)
             missing = mixing.before - (begin - first)
             scores = torch.nn.functional.pad(scores, (mixing.left, mixing.right, missing, 0))
             mixed = mixing.forward(weight, scores).masked_fill(future[begin - first :], -math.inf)
-            yield _Chunk(batch, rows, around, keys, scores, future, mixed)
+            yield _Chunk(batch, rows, around, keys, scores, hidden, mixed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,22 +78,24 @@ def assert_accepts_misaligned_gradients(operation: Operation, inputs: Sequence[T
     shared.assert_same(got, want)
 
 
-def assert_operator(module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend) -> None:
+def assert_operator(
+    module: ModuleType, operation: Operation, inputs: Sequence[Tensor], backend: Backend, *options: Any
+) -> None:
     """Asserts that the custom operator passes opcheck, and works under torch.compile."""
     leaves = [x.requires_grad_() for x in inputs]
-    torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, backend))
+    torch.library.opcheck(module._operator, (*leaves, starts([3], leaves[0].device), True, 0.1, *options, backend))
     dout = torch.ones_like(inputs[0])
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     shared.assert_same(*(results(f, leaves, dout, backend) for f in (compiled, operation)))
 
 
-def assert_step_is_captured(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor) -> None:
+def assert_step_is_captured(module: ModuleType, inputs: Sequence[Tensor], dout: Tensor, *options: Any) -> None:
     """Asserts that a captured step, with backward, follows new inputs and padding."""
     kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
 
     def step() -> list[Tensor]:
-        out, lse = module._operator(*inputs, kv_start, True, 0.1, "triton")
-        return [out, *module._backward_operator(dout, *inputs, out, lse, kv_start, True, 0.1, "triton")]
+        out, lse = module._operator(*inputs, kv_start, True, 0.1, *options, "triton")
+        return [out, *module._backward_operator(dout, *inputs, out, lse, kv_start, True, 0.1, *options, "triton")]
 
     def change() -> None:
         kv_start.fill_(60)

@@ -186,9 +186,10 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.conv_attention import operation as op
 
-    usual, fewer, one = ((6, 11), None), ((3, 3), torch.tensor([8], dtype=torch.int32)), ((1, 3), None)
-    for taps, kv_start in {128: (usual,), 256: (fewer,)}.get(head_size, (fewer, one)):
-        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None)
+    fewer = (3, 3), torch.tensor([8], dtype=torch.int32), "query"
+    usual, one = ((6, 11), None, "query"), ((1, 3), None, "key")
+    for taps, kv_start, mask in {128: (usual,), 256: (fewer,)}.get(head_size, (fewer, one)):
+        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None, mask)
 
 
 def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
@@ -232,10 +233,10 @@ def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_decode as op
 
-    usual, least, widest = (1, (6, 11)), (2, (1, 1)), (4, (3, 32))
-    kv_heads, taps = {64: least, 128: usual, 256: widest}[head_size]
+    usual, least, widest = (1, (6, 11), "query"), (2, (1, 1), "query"), (4, (3, 32), "key")
+    kv_heads, taps, mask = {64: least, 128: usual, 256: widest}[head_size]
     q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
-    op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, None)
+    op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, mask, None)
 
 
 def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -245,11 +246,13 @@ def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 64)
 
 
-def _with_gradient(op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool) -> None:
+def _with_gradient(
+    op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool, *options
+) -> None:
     inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
-    out, lse = op.launch(*inputs, kv_start, causal, 0.1)
+    out, lse = op.launch(*inputs, kv_start, causal, 0.1, *options)
     if _compiles_backward(head_size, sm):
-        op.launch_backward(torch.zeros_like(out), *inputs, out, lse, kv_start, causal, 0.1)
+        op.launch_backward(torch.zeros_like(out), *inputs, out, lse, kv_start, causal, 0.1, *options)
 
 
 def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -1,7 +1,8 @@
 """Tests conv_attention: accuracy against fp64, gradients, edge cases, operator."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from msattn.kernels.conv_attention import band as conv_band
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_attention import operation as module
 from msattn.kernels.testing import random_qkv, starts, visible
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import mixed_scores, shared
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
@@ -28,7 +29,15 @@ def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
 
-def convolved_scores(q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def shifted(x: Tensor, up: int, right: int) -> Tensor:
+    """Returns ``x[..., i - up, j + right]``, 0 outside."""
+    padded = torch.nn.functional.pad(x, (max(-right, 0), max(right, 0), up, 0))
+    return padded[..., : x.shape[-2], max(right, 0) : max(right, 0) + x.shape[-1]]
+
+
+def convolved_scores(
+    q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype, mask: ConvMask
+) -> Tensor:
     """Computes the convolved scores eagerly in ``dtype``, all in memory; -inf where they are masked.
 
     ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query.
@@ -36,27 +45,31 @@ def convolved_scores(q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: 
     statistics = torch.promote_types(dtype, torch.float32)
     q, k, weight = (x.to(dtype) for x in (q, k, weight))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.where(seen, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
+    counts = seen if mask == "query" else seen.any(-1, keepdim=True)
+    scores = torch.where(counts, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
     window, taps = weight.shape[-2:]
     weight = weight.expand(q.shape[2], *weight.shape[-3:])
     mixed = torch.zeros_like(scores, dtype=statistics)
     for a, c in itertools.product(range(window), range(taps)):
         up, right = window - 1 - a, c - (taps - 1) // 2
-        moved = torch.nn.functional.pad(scores, (max(-right, 0), max(right, 0), up, 0))
-        moved = moved[:, :, : scores.shape[2], max(right, 0) : max(right, 0) + scores.shape[3]]
+        moved = shifted(scores, up, right)
+        if mask == "key":
+            moved = moved * shifted(seen, 0, right)
         mixed = mixed + weight[:, :, a, c].T[..., None] * moved
     return mixed.masked_fill(~seen, -torch.inf)
 
 
 def convolved_attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype, mask: ConvMask = "query"
 ) -> Tensor:
     """Computes the definition eagerly in ``dtype``. Rows without visible keys are 0."""
-    scores = convolved_scores(q, k, weight, seen, scale, dtype).masked_fill(~seen.any(-1, keepdim=True), 0)
+    scores = convolved_scores(q, k, weight, seen, scale, dtype, mask).masked_fill(~seen.any(-1, keepdim=True), 0)
     return scores.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def with_gradients(
+    inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype, mask: ConvMask
+) -> tuple[Tensor, ...]:
     """Returns the output and the gradients of q, k, v and weight.
 
     In fp64 each query has its own copy of the weight, with its own gradient.
@@ -65,7 +78,7 @@ def with_gradients(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: 
         inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1, -1)]
     leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
     q, k, v, weight = leaves
-    out = convolved_attention(q, k, v, weight, seen, q.shape[3] ** -0.5, dtype)
+    out = convolved_attention(q, k, v, weight, seen, q.shape[3] ** -0.5, dtype, mask)
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
@@ -74,13 +87,14 @@ def random_weight(heads: int, size: tuple[int, int], dtype: torch.dtype, device:
     return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
 
 
-def check(case: Case, size: tuple[int, int], backend: Backend, device: str) -> None:
+def check(case: Case, size: tuple[int, int], mask: ConvMask, backend: Backend, device: str) -> None:
     weight = random_weight(case.q_heads, size, case.dtype, device)
     mixed = weight.abs().sum((1, 2)).max().item()
-    mixed_scores.assert_agrees(conv_attention, with_gradients, case, weight, mixed, backend, device)
+    operation, definition = (partial(f, mask=mask) for f in (conv_attention, with_gradients))
+    mixed_scores.assert_agrees(operation, definition, case, weight, mixed, backend, device)
 
 
-CASES = [
+QUERY_MASKED = [
     (Case(1, 2, 1, 1, 1, 64), (3, 3)),
     (Case(2, 4, 1, 20, 20, 80, HALF, True, (0, 9)), (2, 2)),
     (Case(1, 1, 1, 63, 63, 128, FULL, True), (3, 3)),
@@ -94,12 +108,23 @@ CASES = [
     (Case(1, 4, 2, 40, 40, 8, FULL, True, None), (1, 1)),
     (Case(1, 1, 1, 50, 50, 256, HALF, True, (3,)), (1, 6)),
 ]
+CASES: list[tuple[Case, tuple[int, int], ConvMask]] = [
+    *((*case, "query") for case in QUERY_MASKED),
+    (Case(2, 4, 1, 20, 20, 80, HALF, True, (0, 9)), (2, 2), "key"),
+    (Case(1, 2, 2, 33, 65, 64, FULL, True, (50,)), (4, 2), "key"),
+    (Case(1, 2, 1, 70, 30, 16, FULL, True, None), (3, 4), "key"),
+    (Case(1, 1, 1, 18, 18, 16, HALF), (6, 11), "key"),
+    (Case(1, 2, 1, 40, 40, 8, FULL), (5, 1), "key"),
+    (Case(1, 2, 1, 20, 33, 24, FULL, False, None), (2, 3), "key"),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "size"), CASES, ids=str)
-def test_agrees_with_fp64(case: Case, size: tuple[int, int], backend: Backend, device: str, poisoned: None) -> None:
-    check(case, size, backend, device)
+@pytest.mark.parametrize(("case", "size", "mask"), CASES, ids=str)
+def test_agrees_with_fp64(
+    case: Case, size: tuple[int, int], mask: ConvMask, backend: Backend, device: str, poisoned: None
+) -> None:
+    check(case, size, mask, backend, device)
 
 
 def literal_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: Callable[[int, int, int], bool]) -> Tensor:
@@ -117,23 +142,25 @@ def literal_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: C
 
 
 def own_query(_: int, row: int, key: int) -> bool:
-    """The reading of conv_attention: a score counts unless its key comes after its own query."""
+    """The reading of ``mask="query"``: a score counts unless its key comes after its own query."""
     return key <= row
 
 
 def output_query(i: int, _: int, key: int) -> bool:
-    """The printed formula of the paper: a score counts unless its key comes after the output's query."""
+    """The printed formula of the paper, ``mask="key"``: a score counts unless its key comes after the output's query."""
     return key <= i
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scores_are_masked_by_their_own_query(backend: Backend, device: str) -> None:
-    """The two readings of the causal mask differ on normal inputs, and the operation computes the first."""
+def test_masks_are_the_readings_of_the_paper(backend: Backend, device: str) -> None:
+    """The two readings of the causal mask differ on normal inputs."""
     q, k, v = random_qkv(1, 2, 2, 14, head_size=16, device="cpu")
     weight = random_weight(2, (4, 5), FULL, "cpu")
     own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
-    got = conv_attention(*(x.to(device) for x in (q, k, v, weight)), backend=backend).cpu().double()
-    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    masks: tuple[ConvMask, ConvMask] = ("query", "key")
+    for mask, want in zip(masks, (own, printed), strict=True):
+        got = conv_attention(*(x.to(device) for x in (q, k, v, weight)), mask=mask, backend=backend).cpu().double()
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert (printed - own).norm() > 0.1 * own.norm()
     assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), "every row but the first, which has one key"
 
@@ -144,6 +171,7 @@ def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
     own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
     shared.assert_same(printed, own)
     torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
+    shared.assert_same(conv_attention(q, k, v, weight, mask="key"), conv_attention(q, k, v, weight))
 
 
 @pytest.mark.gpu
@@ -151,9 +179,11 @@ def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     sizes = itertools.cycle([(6, 11), (3, 3), (2, 4), (5, 1), (1, 1)])
+    masks: Iterator[ConvMask] = itertools.cycle(["query", "key"])
     for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
-        check(case, next(sizes), "triton", "cuda")
-    check(Case(1, 4, 2, 4095, 4095, head_size, dtype), (6, 11), "triton", "cuda")
+        check(case, next(sizes), next(masks), "triton", "cuda")
+    for mask in ("query", "key"):
+        check(Case(1, 4, 2, 4095, 4095, head_size, dtype), (6, 11), mask, "triton", "cuda")
 
 
 @pytest.mark.slow
@@ -168,15 +198,16 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
     torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
 
+@pytest.mark.parametrize("mask", ["query", "key"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_later_tokens_have_no_influence(backend: Backend, device: str) -> None:
+def test_later_tokens_have_no_influence(backend: Backend, mask: ConvMask, device: str) -> None:
     """The results of earlier queries are bitwise equal."""
     q, k, v = random_qkv(1, 1, 1, 40, head_size=16, dtype=HALF, device=device)
     weight = random_weight(1, (3, 4), HALF, device)
-    before = conv_attention(q, k, v, weight, backend=backend)[:, :, :30]
+    before = conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30]
     for x in (q, k, v):
         x[:, :, 30:] *= 3
-    shared.assert_same(conv_attention(q, k, v, weight, backend=backend)[:, :, :30], before)
+    shared.assert_same(conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30], before)
 
 
 @settings(max_examples=15, deadline=None)
@@ -186,15 +217,16 @@ def test_later_tokens_have_no_influence(backend: Backend, device: str) -> None:
     window=st.integers(1, 6),
     taps=st.integers(1, 11),
     cut=st.integers(0, 59),
+    mask=st.sampled_from(["query", "key"]),
 )
-def test_chunked_prefill_equals_one_pass(n: int, more: int, window: int, taps: int, cut: int) -> None:
+def test_chunked_prefill_equals_one_pass(n: int, more: int, window: int, taps: int, cut: int, mask: ConvMask) -> None:
     """A chunk with the c_q - 1 queries before it gives the same results as one pass."""
     q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
     weight = random_weight(2, (window, taps), FULL, "cpu")
     cut = cut % n
     reach = max(cut - window + 1, 0)
-    whole = conv_attention(q, k, v, weight)[:, :, cut:]
-    chunk = conv_attention(q[:, :, reach:], k, v, weight)[:, :, cut - reach :]
+    whole = conv_attention(q, k, v, weight, mask=mask)[:, :, cut:]
+    chunk = conv_attention(q[:, :, reach:], k, v, weight, mask=mask)[:, :, cut - reach :]
     torch.testing.assert_close(chunk, whole)
 
 
@@ -218,7 +250,7 @@ def test_accepts_misaligned_output_gradients(device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
-    mixed_scores.assert_operator(module, conv_attention, inputs, backend)
+    mixed_scores.assert_operator(module, conv_attention, inputs, backend, "query")
 
 
 @pytest.mark.parametrize(
@@ -231,6 +263,7 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
         ({"scale": -1.0}, r"scale=-1\.0"),
         ({"backend": "cuda"}, "backend='cuda'"),
+        ({"mask": "keys"}, "mask='keys'"),
         ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
     ],
 )
@@ -256,7 +289,7 @@ def test_bitwise_reproducible(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    mixed_scores.assert_step_is_captured(module, *gpu_step(300, torch.bfloat16))
+    mixed_scores.assert_step_is_captured(module, *gpu_step(300, torch.bfloat16), "query")
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Tests of `conv_decode`: agreement with fp64, edge cases, operator."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from msattn.kernels import conv_decode as module
 from msattn.kernels import reference
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts
-from msattn.kernels.types import Backend
+from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import shared
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     padding: tuple[int, ...] | None = None
     filled: tuple[int, ...] | None = None
     splits: int | None = None
+    mask: ConvMask = "query"
 
     def spans(self) -> list[tuple[int, int]]:
         """Returns the first key and the end of each sequence."""
@@ -48,7 +50,8 @@ class Case(NamedTuple):
 
     def options(self, device: str) -> dict[str, Any]:
         """Returns keyword arguments of the operation."""
-        return {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device), "splits": self.splits}
+        lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
+        return {**lengths, "splits": self.splits, "mask": self.mask}
 
 
 def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
@@ -63,8 +66,9 @@ def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype:
             continue
         keys, values = (x[b, :, start:end].repeat_interleave(group, 0) for x in (k, v))
         scores = (q[b] @ keys.mT).to(statistics) * case.head_size**-0.5  # [Hq, c_q, m]
-        future = torch.ones_like(scores[0], dtype=torch.bool).triu(end - start - window + 1)
-        scores = scores.masked_fill(future, 0).to(dtype)
+        if case.mask == "query":
+            scores = scores.tril(end - start - window)
+        scores = scores.to(dtype)
         scores = torch.nn.functional.pad(scores, ((taps - 1) // 2, taps - 1 - (taps - 1) // 2))
         mixed = torch.zeros_like(scores[:, 0, : end - start], dtype=statistics)
         for a, c in itertools.product(range(window), range(taps)):
@@ -97,6 +101,9 @@ CASES = [
     Case(1, 1, 1, 200, 256, (32, 32), HALF),
     Case(1, 2, 2, 130, 64, (6, 11), FULL, splits=40),
     Case(2, 2, 1, 65, 24, (4, 6), HALF, None, (0, 3)),
+    Case(2, 4, 1, 63, 80, (6, 11), HALF, (0, 60), splits=2, mask="key"),
+    Case(2, 4, 4, 111, 64, (5, 1), FULL, (0, 50), (111, 52), mask="key"),
+    Case(1, 2, 1, 1, 64, (3, 4), mask="key"),
 ]
 
 
@@ -111,10 +118,11 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     heads, lengths, splits = [(2, 2), (4, 1), (7, 1)], [1, 23, 63, 65, 111, 4095], itertools.cycle([None, 1, 5])
+    masks: Iterator[ConvMask] = itertools.cycle(["query", "key"])
     sizes = [(6, 11), (3, 3), (2, 4), (5, 1), (1, 1), (1, 2), (4, 5), (6, 8), (1, 9), (4, 16), (6, 17), (4, 32)]
     for (q_heads, kv_heads), num_keys, size in itertools.product(heads, lengths, sizes):
         for padding, filled in ((None, None), ((num_keys // 2, 0), (num_keys, num_keys // 2))):
-            case = Case(2, q_heads, kv_heads, num_keys, head_size, size, dtype, padding, filled, next(splits))
+            case = Case(2, q_heads, kv_heads, num_keys, head_size, size, dtype, padding, filled, next(splits), next(masks))
             check(case, "triton", "cuda")
 
 
@@ -126,18 +134,19 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
     taps=st.integers(1, 11),
     pad=st.integers(0, 9),
     free=st.integers(0, 9),
+    mask=st.sampled_from(["query", "key"]),
     backend=st.sampled_from(BACKENDS),
 )
 def test_is_the_last_row_of_conv_attention(
-    device: str, n: int, window: int, taps: int, pad: int, free: int, backend: Backend
+    device: str, n: int, window: int, taps: int, pad: int, free: int, mask: ConvMask, backend: Backend
 ) -> None:
     q, k, v = random_qkv(1, 2, 1, n, head_size=16, device=device)
     weight = torch.randn(2, window, taps, device=device) / (window * taps) ** 0.5
-    want = reference.conv_attention(q, k, v, weight)
+    want = reference.conv_attention(q, k, v, weight, mask=mask)
     queries = torch.nn.functional.pad(q, (0, 0, max(window - n, 0), 0))[:, :, -window:]
     k, v = (torch.nn.functional.pad(x, (0, 0, pad, free), value=float("nan")) for x in (k, v))
     lengths: dict[str, Any] = {"kv_start": starts([pad], device), "kv_len": starts([pad + n], device)}
-    got = conv_decode(queries, k, v, weight, **lengths, backend=backend)
+    got = conv_decode(queries, k, v, weight, **lengths, mask=mask, backend=backend)
     torch.testing.assert_close(got, want[:, :, -1:], rtol=1e-5, atol=1e-5)
 
 
@@ -156,7 +165,7 @@ def test_accepts_strided_views(device: str) -> None:
 def test_operator(backend: Backend, device: str) -> None:
     q, k, v, weight = Case(2, 4, 2, 40, 16, (2, 3)).inputs(device)
     lengths = starts([40, 30], device)
-    arguments = (q, k, v, weight, None, lengths, 0.1, 2, backend)
+    arguments = (q, k, v, weight, None, lengths, 0.1, "query", 2, backend)
     shared.assert_operator(module._operator, arguments, conv_decode, q, k, v, weight, kv_len=lengths, backend=backend)
 
 
@@ -171,6 +180,7 @@ def test_has_no_gradient(backend: Backend, device: str) -> None:
         ({"weight": torch.zeros(4, 3, 3)}, r"q_window.shape=\(1, 4, 2, 64\): expected 3 queries"),
         ({"weight": torch.zeros(3, 2, 3)}, r"weight.shape=\(3, 2, 3\)"),
         ({"splits": 0}, "splits=0"),
+        ({"mask": "keys"}, "mask='keys'"),
         ({"scale": 0.0}, r"scale=0\.0"),
         ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
         ({"backend": "cuda"}, "backend='cuda'"),

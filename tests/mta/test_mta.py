@@ -20,6 +20,7 @@ from tests.factory import left_padded, random_tokens, tiny_model
 OPTIONS: dict[str, dict[str, Any]] = {
     "kernel": {"kernel": (4, 5)},
     "even kernel": {"kernel": (2, 4)},
+    "key mask": {"kernel": (4, 5), "mask": "key"},
     "one layer": {"kernel": (3, 3), "layers": (1,)},
     "kernel and group": {"kernel": (3, 3), "head_mixing": "group"},
     "scores": {"kernel": None, "head_mixing": "scores"},
@@ -224,6 +225,7 @@ def test_unsupported_masks_and_caches_are_refused() -> None:
     [
         ({"head_mixing": "scores"}, "cannot be combined.*products"),
         ({"head_mixing": "heads"}, "accepted are 'scores', 'group', None"),
+        ({"mask": "keys"}, "mask='keys': accepted are"),
         ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
         ({"layers": (0, 2)}, "accepted are 0 to 1"),
     ],

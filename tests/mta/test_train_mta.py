@@ -43,12 +43,14 @@ def metrics(name: str = "base") -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["plain", "multi_token"])
 def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], attention: str) -> None:
-    assert train(f"mta.attention={attention}") == 0
+    assert train(f"mta.attention={attention}", "mta.mask=key") == 0
     found, trained = metrics(), load(solver())
     problems = block_retrieval.Problems(compose("train-mta", SMALL).mta, 9, seed=(0, 1))
     figures = block_retrieval.accuracy(trained, problems, batch_size=4)
     assert figures == {name: pytest.approx(found[name], rel=1e-5) for name in ("exact_match", "test_loss")}
     assert (found["steps"], set(found)) == (4, {"loss", "first_letter", "exact_match", "test_loss", "steps", "seconds"})
+    if attention == "multi_token":
+        assert trained.model.model.layers[0].self_attn.mask == "key"
     has_kernel = any(name.endswith("score_kernel") for name, _ in trained.named_parameters())
     assert has_kernel == (attention == "multi_token")
     lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]

@@ -219,6 +219,10 @@ class MtaConfig:
     attention: Annotated[Text, OneOf(("plain", "multi_token"))] = key(
         "multi_token: scores convolved over the question's queries and a block's keys; or plain", default="multi_token"
     )
+    mask: Annotated[Text, OneOf(("query", "key"))] = key(
+        "scores that count as 0 with attention=multi_token: those of keys after their own query, or after the output's query",
+        default="query",
+    )
     blocks: Annotated[Int, Interval(ge=1, le=10000)] = key("blocks of a problem", default=50)
     letters: Letters = key("distinct letters of a block; at most 16 with attention=multi_token", default=5)
     asked: Letters = key("letters of the question, which occur together in one block only", default=2)

@@ -12,7 +12,7 @@ Every layer checks its attention mask: accepted are causal masks with left paddi
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_decode import conv_decode
 from msattn.kernels.head_mix_attention import head_mix_attention
+from msattn.kernels.types import ConvMask
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.layer_attention import causal_attention
 from msattn.trainer.models.tap import TAP, padding_start
@@ -41,6 +42,8 @@ class MultiTokenAttention(nn.Module):
     kernel : (c_q, c_k) or None
         Size of the convolution of the scores, with one kernel per head: over the ``c_q`` queries up to the current one and
         the ``c_k`` keys around each key.
+    mask : {"query", "key"}
+        Scores that count as 0 in the convolution; see :func:`~msattn.kernels.conv_attention.conv_attention`.
     head_mixing : {"scores", "group"}, optional
         ``scores``: each head's scores become a weighted sum over all heads' scores, before the softmax. ``group``: the
         query heads of a key/value head mix their probabilities, after the softmax. As they share the values, this is done by
@@ -60,12 +63,14 @@ class MultiTokenAttention(nn.Module):
         attention: LlamaAttention,
         *,
         kernel: tuple[int, int] | None = (6, 11),
+        mask: ConvMask = "query",
         head_mixing: HeadMixing | None = None,
         group_norm: bool = False,
     ) -> None:
         super().__init__()
-        _check(attention, kernel, head_mixing)
+        _check(attention, kernel, mask, head_mixing)
         config: Any = attention.config
+        self.mask = mask
         self.config, self.layer_idx = config, attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.q_proj, self.k_proj, self.v_proj = attention.q_proj, attention.k_proj, attention.v_proj
@@ -121,8 +126,8 @@ class MultiTokenAttention(nn.Module):
             return causal_attention(q, k, v, scale=self.scaling, kv_start=kv_start)
         if q.shape[2] == 1 and not torch.is_grad_enabled():
             window = F.pad(window, (0, 0, weight.shape[1] - window.shape[2], 0))  # zeros before the start of a sequence
-            return conv_decode(window, k, v, weight, scale=self.scaling, kv_start=kv_start)
-        out = conv_attention(window, k, v, weight, scale=self.scaling, kv_start=kv_start)
+            return conv_decode(window, k, v, weight, mask=self.mask, scale=self.scaling, kv_start=kv_start)
+        out = conv_attention(window, k, v, weight, mask=self.mask, scale=self.scaling, kv_start=kv_start)
         return out[:, :, window.shape[2] - q.shape[2] :]
 
 
@@ -147,6 +152,7 @@ def convert(
     *,
     layers: Iterable[int] | None = None,
     kernel: tuple[int, int] | None = (6, 11),
+    mask: ConvMask = "query",
     head_mixing: HeadMixing | None = None,
     group_norm: bool = False,
 ) -> Any:
@@ -160,7 +166,7 @@ def convert(
     indices = range(len(decoder)) if layers is None else sorted(set(layers))
     if not all(0 <= index < len(decoder) for index in indices):
         raise UserError(f"layers={tuple(indices)}: accepted are 0 to {len(decoder) - 1}")
-    options: Any = {"kernel": kernel, "head_mixing": head_mixing, "group_norm": group_norm}
+    options: Any = {"kernel": kernel, "mask": mask, "head_mixing": head_mixing, "group_norm": group_norm}
     replacements = {index: MultiTokenAttention(decoder[index].self_attn, **options) for index in indices}
     for index, attention in replacements.items():
         decoder[index].self_attn = attention
@@ -194,13 +200,15 @@ def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) 
     return kv_start
 
 
-def _check(attention: Any, kernel: tuple[int, int] | None, head_mixing: str | None) -> None:
+def _check(attention: Any, kernel: tuple[int, int] | None, mask: str, head_mixing: str | None) -> None:
     if not isinstance(attention, LlamaAttention):
         raise UserError(f"attention={type(attention).__name__}: accepted is LlamaAttention")
     if attention.attention_dropout:
         raise UserError(f"attention_dropout={attention.attention_dropout}: accepted is 0, multi-token attention has no dropout")
     if kernel is not None and (len(kernel) != 2 or min(kernel) < 1):
         raise UserError(f"kernel={kernel}: accepted are (queries, keys), 1 or more each, or None")
+    if mask not in get_args(ConvMask):
+        raise UserError(f"mask={mask!r}: accepted are {get_args(ConvMask)}")
     if head_mixing not in (None, "scores", "group"):
         raise UserError(f"head_mixing={head_mixing!r}: accepted are 'scores', 'group', None")
     if head_mixing == "scores" and kernel is not None:

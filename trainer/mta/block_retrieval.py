@@ -108,7 +108,8 @@ def build(cfg: MtaConfig, seed: int) -> Solver:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if cfg.attention == "multi_token":
-        convert(model, kernel=(cfg.asked, 2 * cfg.letters - 1))  # the question, and a block from any letter
+        options: Any = {"kernel": (cfg.asked, 2 * cfg.letters - 1), "mask": cfg.mask}  # the question, a block from any letter
+        convert(model, **options)
     return Solver(model, cfg.letters)
 
 
