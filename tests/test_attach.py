@@ -22,7 +22,6 @@ from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
-from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.serving.attach import Sparse, attach, load
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
@@ -41,15 +40,8 @@ def gate_for(model: Any) -> Gate:
     return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
 
 
-class PooledScores(GateScores):
-    """The scores of pooled queries alone, which do not depend on where a pass ends."""
-
-    def __call__(self, x: LayerInputs) -> Tensor:
-        return self.gate.scores(x)
-
-
 def half_by_pooled_scores(model: Any) -> Selection:
-    return Selection(TopK(sparsity=0.5), PooledScores(gate_for(model)), AlwaysRead(0, 0))
+    return Selection(TopK(sparsity=0.5), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
 
 
 def random_partition(seed: int = 0) -> KMeans:

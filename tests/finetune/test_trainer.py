@@ -77,7 +77,7 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
         cfg = gate.cfg
         pooled = maxpool_attention(x.q.detach(), x.k.detach(), x.v.detach(), block_size=16, scale=x.scale).pooled
         losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(97, 97, 16, None, x.q.device), cfg))
-        return selected_attention(x, Selection.from_config(select, gate).choose(gate.scores(x), x), 16).out
+        return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
 
     with tap(plain.model, gated_attention):
         logits = plain.model.lm_head(run_backbone(plain.model, IDS))

@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.artifact import Shape
-from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import FAMILIES, attention_layers, check_supported, family_of, output_logits, served_layers
 from msattn.trainer.models.identity import fingerprint
@@ -35,7 +35,7 @@ from tests.factory import (
     tiny_config,
     tiny_model,
 )
-from tests.test_attach import PooledScores, gate_for
+from tests.test_attach import gate_for
 
 BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
@@ -49,7 +49,7 @@ def partition_for(model: Any) -> KMeans:
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
     """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
-    select = Selection(TopK(sparsity=sparsity), PooledScores(gate_for(model)), AlwaysRead(0, 0))
+    select = Selection(TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
     window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
     return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
 

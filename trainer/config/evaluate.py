@@ -87,11 +87,22 @@ class NeedleConfig:
 
 @schema("eval.documents.")
 class DocumentsConfig:
-    """Perplexity of the first tokens of held-out documents, at each of ``lengths`` and ``sparsities``."""
+    """Perplexity of the first tokens of the same held-out documents, at each of ``lengths`` and ``sparsities``."""
 
     lengths: Annotated[list[LongerThanOne], MinLen(1)] = key("first tokens of a held-out document", default=[4096])
-    num_documents: Count = key("held-out documents that are long enough", default=16)
+    num_documents: Count | None = key("held-out documents; null: all that are long enough", default=16)
+    min_tokens: Tokens | None = key("tokens that a document has at least; null: the longest of lengths", default=None)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
+
+    @property
+    def least_tokens(self) -> int:
+        """Number of tokens of a document that is long enough."""
+        return self.min_tokens or max(self.lengths)
+
+    def __post_init__(self) -> None:
+        longest = max(self.lengths)
+        accepted = f"accepted is null, or the longest of eval.documents.lengths, {longest}, or more"
+        require(self.least_tokens >= longest, "eval.documents.min_tokens", self.min_tokens, accepted)
 
 
 @schema("eval.ruler.")

@@ -86,6 +86,10 @@ class SelectConfig:
     local_blocks: TokensOrZero | None = key(
         "number of blocks before a row's own that it reads; null: as the gate's artifact records, else 1", default=None
     )
+    last_block: Annotated[Text, OneOf(("queries", "pooled"))] = key(
+        "a gate's scores in a prompt's last row block: the largest of the pooled and each query's own, or pooled (the paper)",
+        default="queries",
+    )
     dense_queries: TokensOrZero = key("number of last tokens of a prompt that read every block", default=0)
     dense_below: TokensOrZero | Annotated[Text, OneOf(("auto",))] = key(
         "prompts with fewer tokens use dense attention; auto: the measured break-even length", default="auto"

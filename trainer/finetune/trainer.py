@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -112,12 +111,9 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
     # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        logits = gate.logits(x)
-        loss = gate_loss(logits, pooled, visible, gate.cfg)
+        loss = gate_loss(gate.logits(x), pooled, visible, gate.cfg)
         gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
-    with torch.no_grad():
-        selected = selection.choose(block_softmax(logits, visible), x)
-    return GateTargets(selected, loss.detach(), gradients)
+    return GateTargets(selection.blocks(x), loss.detach(), gradients)
 
 
 def language_loss(

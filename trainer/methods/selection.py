@@ -123,7 +123,8 @@ def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:
         raise UserError(
             f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
         )
-    return gate.scorer(cfg.scores)
+    scorer: Any = gate.scorer(cfg.scores)
+    return replace(scorer, last_block=cfg.last_block)
 
 
 def always_read(cfg: SelectConfig, recorded: AlwaysRead = SINK_AND_LOCAL) -> AlwaysRead:

@@ -21,7 +21,7 @@ SENTENCES = "The mill stood by the river. Nobody had worked there for years, and
 def texts(tmp_path: Path) -> str:
     folder = tmp_path / "texts"
     folder.mkdir()
-    for number, repeats in enumerate((8, 1, 12)):
+    for number, repeats in enumerate((8, 3, 12)):
         (folder / f"{number}.txt").write_text(f"Document {number}. {SENTENCES * repeats}")
     return str(folder)
 
@@ -35,8 +35,8 @@ def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
     rows = read_rows(folder, "length")
     loaded = models.load(cfg.model, device="cpu")
     for length in (64, 128):
-        ids = list(beginnings(cfg, loaded.tokenizer, length))
-        assert len(ids) == rows["dense", "", length]["samples"] == 2  # the second document is too short
+        ids = [each[:length] for each in beginnings(cfg, loaded.tokenizer)]
+        assert len(ids) == rows["dense", "", length]["samples"] == 2  # the second document is too short for 128
         assert all(each[0] == loaded.tokenizer.bos_token_id for each in ids)
         assert str(loaded.tokenizer.decode(ids[1][1:])).startswith("Document 2. The mill")
         with torch.no_grad():
@@ -59,7 +59,12 @@ def test_rows_are_those_of_the_first_tokens(tmp_path: Path, texts: str) -> None:
 
 
 def test_lengths_that_no_document_has(tmp_path: Path, texts: str) -> None:
-    documents = DocumentsConfig(lengths=[64, 256])
-    cfg = config(tmp_path, f"{texts}/1.txt", tasks=["recall", "documents"], documents=documents)
-    with pytest.raises(UserError, match=r"eval\.documents\.lengths=64: no held-out document has as many tokens"):
-        evaluate(cfg)
+    for documents, message in (
+        (DocumentsConfig(lengths=[64, 256]), "lengths=256"),
+        (DocumentsConfig(lengths=[64], min_tokens=200), "min_tokens=200"),
+    ):
+        cfg = config(tmp_path, f"{texts}/1.txt", tasks=["recall", "documents"], documents=documents)
+        with pytest.raises(UserError, match=f"eval.documents.{message}: no held-out document has as many tokens"):
+            evaluate(cfg)
+    with pytest.raises(UserError, match=r"eval\.documents\.min_tokens=63: accepted is null, or .* 64, or more"):
+        DocumentsConfig(lengths=[64], min_tokens=63)

@@ -136,6 +136,7 @@ def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
     gate = noisy_gate(config(**changes), std=0.2)
     for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
         scores, pooled = GateScores(gate)(x), gate.scores(x)
+        assert torch.equal(GateScores(gate, last_block="pooled")(x), pooled)
         assert torch.equal(scores[:, :, :-1], pooled[:, :, :-1])
         single, row = gate.scores_of_last_queries(x)
         assert row.tolist() == [pooled.shape[2] - 1]

@@ -20,11 +20,12 @@ from msattn.trainer.models.loading import Loaded
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length."""
+    """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length, of the same documents."""
     settings, tokenizer = job.cfg.eval.documents, job.loaded.tokenizer
+    documents = list(islice(beginnings(job.cfg, tokenizer), settings.num_documents))
     rows: list[EvalRow] = []
     for length in settings.lengths:
-        texts = list(islice(beginnings(job.cfg, tokenizer, length), settings.num_documents))
+        texts = [ids[:length] for ids in documents]
         decoded = tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
         num_bytes = sum(len(text.encode()) for text in decoded)
         rows += compare(job, "documents", texts, num_bytes, settings.sparsities)
@@ -32,21 +33,26 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
-    """Raises UserError if no held-out document has as many tokens as a length."""
-    for length in cfg.eval.documents.lengths:
-        if next(beginnings(cfg, loaded.tokenizer, length), None) is None:
-            raise UserError(f"eval.documents.lengths={length}: no held-out document has as many tokens")
+    """Raises UserError if no held-out document is long enough."""
+    if next(beginnings(cfg, loaded.tokenizer), None) is None:
+        settings = cfg.eval.documents
+        name = "lengths" if settings.min_tokens is None else "min_tokens"
+        raise UserError(f"eval.documents.{name}={settings.least_tokens}: no held-out document has as many tokens")
 
 
-def beginnings(cfg: EvalRunConfig, tokenizer: Any, length: int) -> Iterator[Tensor]:
-    """Yields the first ``length`` tokens of each held-out document that has as many; BOS is the first if there is one."""
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+def beginnings(cfg: EvalRunConfig, tokenizer: Any) -> Iterator[Tensor]:
+    """Yields the first tokens, as many as the longest length, of each held-out document that is long enough.
+
+    BOS is the first of them if there is one.
+    """
+    settings = cfg.eval.documents
+    least, first = settings.least_tokens, [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for document in data.documents(cfg.data, heldout=True):
-        if len(document.text) < length - len(first):  # a token has a character at least
+        if len(document.text) < least - len(first):  # a token has a character at least
             continue
         ids = [*first, *encode_texts(tokenizer, [document.text])[0]]
-        if len(ids) >= length:
-            yield torch.tensor(ids[:length])
+        if len(ids) >= least:
+            yield torch.tensor(ids[: max(settings.lengths)])
 
 
 TASK = Task(

@@ -336,14 +336,15 @@ class Gate(GateArtifact):
 class GateScores:
     """Scores blocks by the probabilities of a trained gate.
 
-    The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so its blocks get
-    the largest probability of the pooled queries and of each of the last ``block_size`` queries; those of a prompt's earlier
-    chunks do not.
+    The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so with
+    ``last_block="queries"`` its blocks get the largest probability of the pooled queries and of each of the last ``block_size``
+    queries; those of a prompt's earlier chunks do not. With ``"pooled"`` they get that of the pooled queries, as in the paper.
     """
 
     method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
     gate: Gate
+    last_block: str = "queries"
 
     @property
     def block_size(self) -> int:
@@ -356,7 +357,7 @@ class GateScores:
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         scores = self.gate.scores(x)
-        if not x.ends_prompt:
+        if self.last_block == "pooled" or not x.ends_prompt:
             return scores
         single, row = self.gate.scores_of_last_queries(x)
         row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
