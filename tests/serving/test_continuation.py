@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.kernels.pool_blocks import pool_blocks
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
@@ -62,6 +63,16 @@ def test_only_the_last_block_of_a_chunk_reads_otherwise() -> None:
         once, chunked = model(ids).logits, run_in_passes(model, ids, [6 * BLOCK, 4 * BLOCK])
     same = torch.isclose(chunked, once, rtol=1e-4, atol=1e-4).all(-1)[0].view(-1, BLOCK).all(-1)
     assert same.tolist() == [True] * 5 + [False] + [True] * 4
+
+
+@torch.no_grad()
+def test_gates_of_rotated_keys_read_cached_tokens_densely() -> None:
+    """Caches pool keys before RoPE."""
+    model, ids = tiny_model(), random_tokens(1, 10 * BLOCK)
+    gate = Gate.build(model.config, GateConfig(block_size=BLOCK, rope="model"))
+    with attach(model, gate=gate, select=HALF) as sparse:
+        run_in_passes(model, ids, [6 * BLOCK, 4 * BLOCK])
+        assert sparse.stats()["dense_fallbacks"] == LAYERS
 
 
 @torch.no_grad()

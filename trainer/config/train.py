@@ -118,8 +118,10 @@ class GateConfig:
     k_pool: Pools = key("poolings of a block's keys, concatenated: avg, max, min", default=["max", "min"])
     hidden: Annotated[Int, Interval(ge=2, le=16384)] | None = key("width of the projections; null: the head size", default=None)
     heads: HeadsOf = key("prefill: one gate for each query head, or kv: one for each key/value head", default="query")
-    rope: Flag = key(
-        "apply RoPE to pooled queries and keys, at the first position of their block, and to single queries", default=True
+    rope: Flag | Annotated[Text, OneOf(("model",))] = key(
+        "true: RoPE of pooled queries and keys, at the first position of their block, and of single queries; model: pools "
+        "queries and keys after the model's RoPE instead, the paper's baseline; false: no positions",
+        default=True,
     )
     qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
     target: Annotated[Text, OneOf(TARGETS)] = key(
@@ -145,7 +147,10 @@ class GateConfig:
         for name, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
             require(len(set(pools)) == len(pools), name, pools, f"one or more of {', '.join(POOLINGS)}, each once")
         require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
-        allowed = self.phase == "decode" or not self.qk_norm
+        decode = self.phase == "decode"
+        fits = not decode or self.rope != "model"
+        require(fits, "gate.rope", self.rope, "accepted are true and false with gate.phase=decode")
+        allowed = decode or not self.qk_norm
         require(allowed, "gate.qk_norm", self.qk_norm, "accepted with gate.phase=decode alone")
 
 

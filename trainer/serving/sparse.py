@@ -160,6 +160,8 @@ class Sparse(NotCopied):
             return x
         if not isinstance(x.cache, GrowingLayer):
             return None
+        if self.gate.cfg.rope == "model":  # caches pool keys before RoPE
+            return x if whole_prompt else None
         try:
             with torch.no_grad(), self.statistics.timed("selection"):
                 pooled = x.cache.pool_keys(self.gate.cfg.k_pool, self.gate.cfg.block_size, x, self.rotation)

@@ -52,7 +52,7 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         pooled = torch.cat([FUNCTIONS[pool](t[part]) for t in tokens for pool in pools])
         y = weight @ pooled
-        if cfg.rope:
+        if cfg.rope is True:
             angle = gate.inv_freq * (block * BLOCK)
             a, b = y.chunk(2)
             y = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
@@ -61,8 +61,9 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
     blocks = -(-x.num_queries // BLOCK)
     scores = torch.zeros(layer.heads, blocks, blocks)
     for h in range(layer.heads):
-        queries = [x.q_nope[0, h * per_gate + i] for i in range(per_gate)]
-        keys = [x.k_nope[0, h // group if per_gate == 1 else h]]
+        q, k = (x.q, x.k) if cfg.rope == "model" else (x.q_nope, x.k_nope)
+        queries = [q[0, h * per_gate + i] for i in range(per_gate)]
+        keys = [k[0, h // group if per_gate == 1 else h]]
         for r in range(blocks):
             gate_q = project(layer.query_weight[h], queries, cfg.q_pool, r)
             logits = [gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)]
@@ -80,6 +81,7 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
         ({"hidden": 8}, 71),
         ({"hidden": 24, "heads": "kv"}, 40),
         ({"rope": False}, 71),
+        ({"rope": "model"}, 71),
     ],
 )
 @torch.no_grad()
@@ -129,7 +131,7 @@ def test_queries_are_the_last_positions_of_longer_keys():
 
 
 @pytest.mark.parametrize(
-    ("changes", "length"), [({}, 71), ({}, 5), ({"heads": "kv"}, 64), ({"rope": False, "q_pool": ["avg"]}, 71)]
+    ("changes", "length"), [({}, 71), ({}, 5), ({"heads": "kv"}, 64), ({"rope": "model", "q_pool": ["avg"]}, 71)]
 )
 @torch.no_grad()
 def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
@@ -143,9 +145,11 @@ def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
         torch.testing.assert_close(scores[:, :, -1], torch.maximum(pooled[:, :, -1], single.amax(2)))
         for i in range(1, min(BLOCK, length) + 1):  # a block of this query alone, repeated; its blocks as far as it sees
             seen, position = (length - i) // BLOCK + 1, length - i
-            q_nope = x.q_nope.clone()
-            q_nope[:, :, row * BLOCK :] = x.q_nope[:, :, [position]]
-            alone = gate.scores(replace(x, q_nope=q_nope))[:, :, -1, :seen]
+            repeated = {}
+            for name in ("q", "q_nope"):
+                repeated[name] = getattr(x, name).clone()
+                repeated[name][:, :, row * BLOCK :] = getattr(x, name)[:, :, [position]]
+            alone = gate.scores(replace(x, **repeated))[:, :, -1, :seen]
             torch.testing.assert_close(single[:, :, -i, :seen], alone / alone.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5)
             assert (single[:, :, -i, seen:] == 0).all()
 

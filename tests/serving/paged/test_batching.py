@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.untrained.random import RandomBuckets
@@ -29,6 +30,7 @@ ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"qmodel": QuestBlocks(8, [0, 1], 2), "probes": 1}, "qmodel: generate_batch takes query classifiers"),
     "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
     "buckets": ({"qmodel": RandomBuckets(2**15, [1], 2), "probes": 1}, "up to 32,767 buckets, this router has 32,768"),
+    "rotated keys": ({"gate": "rotated_gate"}, "generate_batch: pages pool keys before RoPE"),
     "zooms": ({"gate": "gate", "select": "multiscale"}, "select.policy=multiscale reads no pages"),
     "recall": ({**ROUTED, "measure_recall": True}, "measure_recall and measure_time are not supported"),
     "time": ({**ROUTED, "measure_time": True}, "measure_recall and measure_time are not supported"),
@@ -78,9 +80,10 @@ def test_what_cannot_be_served_over_pages_is_refused(name: str) -> None:
     options, message = ATTACHED[name]
     built = {
         "gate": lambda: gate_for(model),
+        "rotated_gate": lambda: Gate.build(model.config, GateConfig(block_size=16, rope="model")),
         "decode_gate": lambda: DecodeGate.build(model.config, GateConfig(block_size=16, phase="decode")),
     }
-    given = {key: built[value]() if value in ("gate", "decode_gate") else value for key, value in options.items()}
+    given = {key: built[value]() if isinstance(value, str) and value in built else value for key, value in options.items()}
     with attach(model, **given), pytest.raises(UserError, match=message):
         model.generate_batch(prompts_of(20), GREEDY)
 

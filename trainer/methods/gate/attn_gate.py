@@ -143,7 +143,7 @@ class AttnGate(nn.Module):
         gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
         if self.cfg.qk_norm:
             gate_q = F.rms_norm(gate_q, (self.hidden,), eps=NORM_EPS) * self.query_norm[:, None]
-        if self.cfg.rope and inv_freq is not None:
+        if self.cfg.rope is True and inv_freq is not None:
             gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
         return gate_q * self.hidden**-0.5
 
@@ -153,7 +153,7 @@ class AttnGate(nn.Module):
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
         if self.cfg.qk_norm:
             gate_k = F.rms_norm(gate_k, (self.hidden,), eps=NORM_EPS) * self.key_norm[:, None]
-        if not self.cfg.rope or inv_freq is None:
+        if self.cfg.rope is not True or inv_freq is None:
             return gate_k
         first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
         return rope.rotate(gate_k, *rope.cos_sin(inv_freq, first_keys))
@@ -270,7 +270,7 @@ class Gate(GateArtifact):
         Raises ValueError if keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
         _check_keys(x)
-        return self.layers[x.layer](x.q_nope, x.k_nope, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
+        return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
     def scores(self, x: "LayerInputs") -> Tensor:
@@ -288,8 +288,7 @@ class Gate(GateArtifact):
             return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
         _check_keys(x)
         return gate_scores(
-            x.q_nope,
-            x.k_nope,
+            *self._inputs(x),
             layer.query_weight,
             layer.key_weight,
             self._inv_freq(x),
@@ -307,13 +306,14 @@ class Gate(GateArtifact):
         ``[B, Hg, n, Tc]``, 0 for queries of padding, and the last row block, int64 ``[B | 1]``.
         """
         layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
+        inputs_q, inputs_k = self._inputs(x)
         keys = x.pooled_keys
         if keys is None:
             _check_keys(x)
-            keys = pool_blocks(x.k_nope, self.cfg.k_pool, block_size=size, start=x.kv_start)
+            keys = pool_blocks(inputs_k, self.cfg.k_pool, block_size=size, start=x.kv_start)
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         row = last_row(rows)
-        queries = layer.single_queries(x.q_nope[:, :, -size:])
+        queries = layer.single_queries(inputs_q[:, :, -size:])
         with torch.autocast(x.q.device.type, enabled=False):
             first = rows.first.gather(1, row[:, None])
             projected = layer.project_queries(queries, first.expand(-1, queries.shape[2]), self._inv_freq(x))
@@ -327,9 +327,13 @@ class Gate(GateArtifact):
         blocks = torch.arange(0, x.num_keys, self.cfg.block_size, device=x.q.device)
         return (blocks <= positions[..., None])[:, None]
 
+    def _inputs(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
+        """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline after the model's."""
+        return (x.q, x.k) if self.cfg.rope == "model" else (x.q_nope, x.k_nope)
+
     def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
         """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
-        return self.inv_freq if x.rotates and self.cfg.rope else None
+        return self.inv_freq if x.rotates and self.cfg.rope is True else None
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,8 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     policy = None if sparse.selection is None else sparse.selection.policy
     if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
         raise UserError(f"{engine}: select.policy=multiscale reads no pages; accepted are the other policies")
+    if sparse.gate is not None and sparse.gate.cfg.rope == "model":
+        raise UserError(f"{engine}: pages pool keys before RoPE; accepted are gates with gate.rope=true or false")
     routed = sparse.routed
     if routed is None:
         return
