@@ -65,6 +65,18 @@ from msattn.kernels.multiscale_attention.lists import find_row_list, row_lists
 from msattn.kernels.types import Backend, SparseAttention
 
 
+def zoom_of_mask(mask: Tensor) -> Tensor:
+    """Converts a mask of the paper's 0, 1, 0.5, 0.25 and 0.125 to zooms, uint8: 0, 1, 2, 4 and 8.
+
+    Raises ValueError: another value. Checking reads the values back from the device.
+    """
+    shares = torch.tensor([0.0, 0.125, 0.25, 0.5, 1.0], device=mask.device)
+    found = mask.unique().to(shares.dtype)
+    if not torch.isin(found, shares).all():
+        raise ValueError(f"mask has the values {found.tolist()[:8]}: expected {shares.tolist()}")
+    return torch.where(mask > 0, 1 / mask, 0.0).to(torch.uint8)
+
+
 def multiscale_attention(
     q: Tensor,
     k: Tensor,

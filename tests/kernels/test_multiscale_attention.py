@@ -15,7 +15,7 @@ from msattn.kernels import reference
 from msattn.kernels.common.block_checks import ZOOMS
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.multiscale_attention import forward as module
-from msattn.kernels.multiscale_attention import multiscale_attention
+from msattn.kernels.multiscale_attention import multiscale_attention, zoom_of_mask
 from msattn.kernels.testing import (
     Attention,
     assert_within_budget,
@@ -222,6 +222,25 @@ def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
     k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")  # above the diagonal or not selected
     got = multiscale_attention(q, k, v, zoom, backend=backend)
     shared.assert_same(got, want)
+
+
+def test_masks_of_the_paper_are_zooms() -> None:
+    mask = torch.tensor([[1.0, 0.5], [0.25, 0.125], [0.0, 1.0]])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        zoom = zoom_of_mask(mask.to(dtype))
+        assert (zoom.dtype, zoom.tolist()) == (torch.uint8, [[1, 2], [4, 8], [0, 1]])
+    assert zoom_of_mask(torch.tensor([True, False])).tolist() == [1, 0]
+    with pytest.raises(ValueError, match=r"mask has the values \[0.0, 2.0\]: expected \[0.0, 0.125"):
+        zoom_of_mask(torch.tensor([2, 0]))
+
+
+def test_smaller_blocks_repeat_the_map() -> None:
+    """Repeating the map of larger blocks, rows or columns, reads the same groups."""
+    q, k, v = random_qkv(1, 2, 1, 128, 256, 16)
+    zoom = torch.tensor([1, 2, 4, 8, 0, 8, 2, 1], dtype=torch.uint8).view(1, 1, 2, 4)  # column blocks of 64
+    whole = multiscale_attention(q, k, v, zoom, block_size=64, causal=False)
+    finer = multiscale_attention(q, k, v, zoom.repeat_interleave(2, 2).repeat_interleave(2, 3), block_size=32, causal=False)
+    torch.testing.assert_close(finer, whole)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
