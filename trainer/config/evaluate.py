@@ -124,15 +124,23 @@ class RulerConfig:
 
 @schema("eval.harness.")
 class HarnessConfig:
-    """Tasks of lm_eval. Routings are measured with the number of probes that their artifacts record."""
+    """Tasks of lm_eval. Without ``probes``, routings are measured with the number that their artifacts record."""
 
     tasks: list[Text] = key("names of lm_eval's tasks and groups, such as longbench", default=[])
     include_path: Text | None = key("folder with YAML files of further tasks; functions that they name are run", default=None)
     lengths: list[Tokens] = key(
         "tokens of the prompts of tasks that make them, such as RULER's and BABILong's; []: the tasks' own", default=[]
     )
+    bins: list[Tokens] = key(
+        "bounds of groups of samples by the length that they record, such as [4000, 8000] for LongBench-E; []: one group",
+        default=[],
+    )
     limit: Tokens | None = key("at most this many samples of each task and length; null: all", default=None)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.9])
+    probes: list[CountOrZero] = key(PROBES, default=[])
+
+    def __post_init__(self) -> None:
+        require(sorted({*self.bins}) == self.bins, "eval.harness.bins", self.bins, "accepted are increasing numbers")
 
     def check_paths(self) -> None:
         """Raises UserError if there are no tasks, or no such folder."""

@@ -189,6 +189,28 @@ def made_task(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_bins_and_probes(folder: Path) -> None:
+    """Samples that record a length are grouped by it, as LongBench-E's are; routings read each number of buckets."""
+    rows = [{"text": TEXT * 8, "target": "x", "length": length} for length in (90, 5, 50, 99, 49)]
+    write_task(folder, "binned", rows, **GENERATED)
+    write_task(folder, "plain", [{"text": TEXT, "target": "x"}], **GENERATED)
+    cfg = settings(folder, "binned", "plain", bins=[50, 99], probes=[0, 2], sparsities=[0.8])
+    found = measure(replace(cfg, eval=replace(cfg.eval, routers=["random"])))
+    sizes = {"binned, 0 to 50": 2, "binned, 50 to 99": 2, "binned, 99 and more": 1, "plain": 1}
+    for method, setting in (
+        ("dense", ""),
+        ("random", "sparsity 0.8"),
+        ("window only", "0 probes"),
+        ("random buckets", "2 probes"),
+    ):
+        assert {name: found[method, setting, name]["samples"] for name in sizes} == sizes
+    window = found["window only", "0 probes", "binned, 0 to 50"]["selectivity"]
+    assert window < found["random buckets", "2 probes", "binned, 0 to 50"]["selectivity"] < 1
+    with pytest.raises(UserError, match=r"eval\.harness\.bins=\[8, 4\]: accepted are increasing numbers"):
+        HarnessConfig(tasks=["plain"], bins=[8, 4])
+
+
+@pytest.mark.slow
 def test_lengths(folder: Path, loaded: Loaded) -> None:
     made_task(folder)
     found = measure(settings(folder, "made", lengths=[64, 192], limit=2))

@@ -31,19 +31,21 @@ if TYPE_CHECKING:
 def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
     """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
 
-    There is a row for each task, and for each length of a task that makes prompts of given lengths. Raises UserError if a
-    sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
+    There is a row for each task, and for each length of a task that makes prompts of given lengths, or each bin. Raises
+    UserError if a sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
     """
-    tried = cases(job.loaded, job.methods, job.cfg.eval.harness.sparsities)
+    settings = job.cfg.eval.harness
+    tried = cases(job.loaded, job.methods, settings.sparsities, settings.probes or None)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):
         model = attached_model(job.loaded, job.bar(f"lm_eval, method {number} of {len(tried)}", None))
         for asked in samples:
-            key = "harness", number, case.method, case.setting, asked.name, asked.length
+            group = asked.benchmark, asked.length
+            key = "harness", number, case.method, case.setting, *group
             if (found := job.kept.get(*key)) is None:
-                found = job.kept.add([_row(job, case, model, asked, dense.get((asked.name, asked.length)))], *key)
-            dense.setdefault((asked.name, asked.length), found[0].score)
+                found = job.kept.add([_row(job, case, model, asked, dense.get(group))], *key)
+            dense.setdefault(group, found[0].score)
             rows += found
     return rows
 
@@ -109,7 +111,7 @@ def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense
     values = [float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)]
     name = "score" if metric == str(asked.length) else metric
     interval = mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None
-    extra = {"benchmark": asked.name, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"}
+    extra = {"benchmark": asked.benchmark, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"}
     fields: dict[str, Any] = {**spent, "samples": len(asked.samples), "extra": extra}
     return EvalRow("harness", case.method, case.setting, score, name, interval, ratio_to(dense_score, score), **fields)
 

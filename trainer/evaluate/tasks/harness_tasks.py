@@ -3,7 +3,9 @@
 import logging
 import random
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +31,16 @@ BABILONG = "babilong"  # start of the names of tasks that take one length, as te
 
 
 class TaskSamples(NamedTuple):
-    """The numbers of the ``samples`` of a task that are measured: all have ``length`` tokens if the task makes such prompts."""
+    """The numbers of the ``samples`` of a task that are measured: all have ``length`` tokens if the task makes such prompts.
+
+    ``benchmark`` is the name of the task, and of their bin if there are bins.
+    """
 
     name: str
     task: Any
     samples: list[int]
     length: int | None
+    benchmark: str
 
 
 def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
@@ -123,14 +129,21 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
         raise UserError(f"{given}: the task has images or sound; accepted are tasks of text")
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
-    groups: dict[int | None, list[int]] = {}
+    bounds = cfg.eval.harness.bins
+    groups: dict[tuple[int | None, int | None], list[int]] = {}
     with load_failures(given, PARQUET):
         makes_prompts = callable(task.config.custom_dataset)
         for number, sample in enumerate(task.eval_docs):
             length = sample.get("max_length") if makes_prompts else None  # as RULER's samples tell it
-            groups.setdefault(length if isinstance(length, int) else None, []).append(number)
+            recorded = sample.get("length") if bounds else None  # as LongBench's samples tell it
+            of_bin = bisect_right(bounds, recorded) if isinstance(recorded, int) else None
+            groups.setdefault((length if isinstance(length, int) else None, of_bin), []).append(number)
     if not groups:
         raise UserError(f"{given}: the task has no samples")
     only = lengths[0] if makes_prompts and len(lengths) == 1 else None
     limit = cfg.eval.harness.limit
-    return [TaskSamples(name, task, numbers[:limit], length or only) for length, numbers in groups.items()]
+    labels = [f", {low} to {high}" for low, high in pairwise([0, *bounds])] + [f", {max(bounds, default=0)} and more"]
+    return [
+        TaskSamples(name, task, numbers[:limit], length or only, name if at is None else name + labels[at])
+        for (length, at), numbers in sorted(groups.items(), key=lambda group: group[0][1] or 0)
+    ]
