@@ -50,8 +50,9 @@ def _convolution(weight: Tensor, causal: bool, mask: str) -> Mixing:
     def convolve_backward(weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
         dweight, dscores = torch.zeros_like(weight), torch.zeros_like(scores)
         for (a, b, part), (_, _, dpart) in zip(_shifted_scores(weight, scores), _shifted_scores(weight, dscores), strict=True):
-            dpart.addcmul_(counted(dmixed, b), weight[:, a, b, None, None])
-            dweight[:, a, b] = (counted(dmixed, b) * part).sum((0, 2, 3))
+            of_tap = counted(dmixed, b)
+            dweight[:, a, b] = (of_tap * part).sum((0, 2, 3))
+            dpart.addcmul_(of_tap, weight[:, a, b, None, None])
         return dweight, dscores
 
     return Mixing(convolve, convolve_backward, weight.shape[1] - 1, before, key_taps_after(weight), not key_mask)
