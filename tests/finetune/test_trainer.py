@@ -75,7 +75,8 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
 
     def gated_attention(x: LayerInputs) -> Tensor:
         cfg = gate.cfg
-        pooled = maxpool_attention(x.q.detach(), x.k.detach(), x.v.detach(), block_size=16, scale=x.scale).pooled
+        q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+        pooled = maxpool_attention(q, k, v, block_size=16, scale=x.scale, pool=cfg.target).pooled
         losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(97, 97, 16, None, x.q.device), cfg))
         return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
 
