@@ -19,13 +19,9 @@ from msattn.trainer.config.select import GATE_SCORES, Multiscale, Nucleus, Thres
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
-from msattn.trainer.methods.untrained import quest
-from msattn.trainer.methods.untrained.mean_pool import MeanPool
-from msattn.trainer.methods.untrained.oracle import Oracle
+from msattn.trainer.methods.untrained import base, untrained_method
 from msattn.trainer.methods.untrained.quest import Quest
 from msattn.trainer.methods.untrained.random import Random
-from msattn.trainer.methods.untrained.sink_local import SinkLocal
-from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
 from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 
@@ -44,7 +40,7 @@ SHAPES = [  # queries, keys, left padding
     (30, 61, [0, 40, 50]),
 ]
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
-BASELINES = [Oracle, MeanPool, Quest, VerticalSlash, SinkLocal, Random]
+BASELINES = [untrained_method(name).scorer for name in SCORES[1:] if name != "a_shape"]
 
 
 def layer_inputs(
@@ -231,7 +227,7 @@ def test_scores_are_distributions_over_visible_blocks(scorer, num_queries, num_k
     torch.testing.assert_close(scores.sum(-1), visible.any(-1).float().expand(scores.shape[:-1]))
 
 
-@pytest.mark.parametrize("scorer", [Oracle, MeanPool, Quest, VerticalSlash, SinkLocal])
+@pytest.mark.parametrize("scorer", [each for each in BASELINES if each is not Random])
 def test_padding_moves_no_score(scorer):
     padding = [0, 5, 33]
     x = layer_inputs(70, padding=padding)
@@ -260,7 +256,7 @@ def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
     rows = torch.stack([part.amax(2) for part in bound.split(BLOCK, dim=2)], 2) * x.scale
     expected = rows.masked_fill(~geometry(70, 70, None)[0], -math.inf).softmax(-1)
     torch.testing.assert_close(scorer(x), expected)
-    monkeypatch.setattr(quest, "QUEST_CHUNK_BYTES", 1)
+    monkeypatch.setattr(base, "CHUNK_BYTES", 1)
     torch.testing.assert_close(scorer(x), expected)
 
 

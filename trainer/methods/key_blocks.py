@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,9 +62,9 @@ class BlockRouter(Router):
         return blocks.expand(1, x.k.shape[1], -1).contiguous(), count_blocks(x.num_keys, self.block_size)
 
     def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
-        score = self.head_scores if by_head else self.scores
-        scores = score(x.layer, self.summarize(x), *queries_at(x, positions), positions)
-        return only_far(scores, positions + 1 - recent, self.block_size)
+        q_nope, q = queries_at(x, positions)
+        queries = replace(x, q=q, q_nope=q_nope, kv_len=positions + 1)
+        return self.far_scores(queries, self.summarize(x), recent, by_head=by_head)
 
     def best(self, scores: Tensor, probes: int) -> Tensor:
         """Returns the far blocks with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 BLOCK_SIZE = 16  # keys
+CHUNK_BYTES = 2**28  # of the scores of single queries that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class UntrainedScorer:
     def first_query(self, x: "LayerInputs") -> Tensor | None:
         """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""
         return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
+
+
+def row_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Splits row blocks ``[B, H, Tr, ...]``, for each of which ``width`` fp32 numbers a head are computed, to save memory."""
+    return rows.split(max(1, CHUNK_BYTES // (4 * rows.shape[0] * rows.shape[1] * width)), dim=2)
 
 
 class UntrainedRouter(Router):

@@ -11,13 +11,12 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.methods.key_blocks import block_products
-from msattn.trainer.methods.untrained.base import UntrainedBlocks, UntrainedScorer
+from msattn.trainer.methods.untrained.base import UntrainedBlocks, UntrainedScorer, row_chunks
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 STYLE = {"color": "#009E73", "marker": "s"}
-QUEST_CHUNK_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class Quest(UntrainedScorer):
     """Scores blocks by upper bounds on the scores of the row block's queries with a block's keys; needs no training.
 
     The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed for each query, and the row
-    block takes the largest. Row blocks are processed in chunks, so that the bounds of single queries never take more than
-    ``QUEST_CHUNK_BYTES``.
+    block takes the largest.
     """
 
     method: ClassVar = Method("quest", "Quest bounds", style=STYLE)
@@ -35,11 +33,8 @@ class Quest(UntrainedScorer):
         queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
         bounds = pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
         bounds = bounds.transpose(-1, -2)
-        row_bytes = 4 * queries.shape[0] * queries.shape[1] * self.block_size * (bounds.shape[-1] + bounds.shape[-2])
-        logits = [
-            x.capped(self._largest_bound(rows, bounds) * x.scale)
-            for rows in queries.split(max(1, QUEST_CHUNK_BYTES // row_bytes), dim=2)
-        ]
+        chunks = row_chunks(queries, self.block_size * (bounds.shape[-1] + bounds.shape[-2]))
+        logits = [x.capped(self._largest_bound(rows, bounds) * x.scale) for rows in chunks]
         return block_softmax(torch.cat(logits, dim=2), self.visible(x))
 
     def _largest_bound(self, rows: Tensor, bounds: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class VerticalSlash(UntrainedScorer):
 
     A block's score is the largest mass of the verticals and slashes that cross it, so the blocks above a threshold are those
     that all verticals and slashes above it cross. MInference fixes numbers of verticals and slashes for each head instead, and
-    always adds the first 30 columns and the last 100 distances; here the policy decides. A partial last block counts as whole.
+    always adds the first 30 columns and the last 100 distances (``minference`` ranks them first, too); here the policy decides.
+    A partial last block counts as whole.
 
     Attributes
     ----------
@@ -33,7 +34,10 @@ class VerticalSlash(UntrainedScorer):
     last_queries: int = 64
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
+        return self.of_mass(x, *pattern_mass(x, self.last_queries, self.block_size))
+
+    def of_mass(self, x: "LayerInputs", vertical: Tensor, slash: Tensor) -> Tensor:
+        """Returns the block scores by the mass of verticals and slashes, see :func:`pattern_mass`."""
         columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
         return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * self.visible(x))
 

@@ -1,0 +1,35 @@
+"""Block scores of MInference's vertical-slash pattern with what it always reads (Jiang et al. 2024, arXiv 2407.02490)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash, pattern_mass
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+FIRST_COLUMNS, LAST_DISTANCES = 30, 100
+
+
+@dataclass(frozen=True)
+class MInference(VerticalSlash):
+    """Scores blocks as :class:`VerticalSlash`, and those that the first 30 columns or last 100 distances cross highest.
+
+    MInference adds these columns and distances to the verticals and slashes of every head. Here they have the mass of the
+    head's strongest vertical or slash, so that they come first and count towards the share that the policy reads.
+    """
+
+    method: ClassVar = Method("minference", "MInference", style={"color": "#A0522D", "marker": "p", "linestyle": "--"})
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
+        most = vertical.amax(-1, keepdim=True).maximum(slash.amax(-1, keepdim=True))
+        vertical[..., :FIRST_COLUMNS] = most
+        slash[..., :LAST_DISTANCES] = most
+        return self.of_mass(x, vertical, slash)
+
+
+scorer = MInference

@@ -1,0 +1,55 @@
+"""Block scores of XAttention, sums of strided antidiagonals (Xu et al. 2025, arXiv 2503.16428, Algorithm 1)."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
+from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.tap import LayerInputs
+
+
+@dataclass(frozen=True)
+class XAttention(UntrainedScorer):
+    """Scores blocks by the softmax over the mean scores on antidiagonals of ``stride`` x ``stride`` tiles.
+
+    Every vertical and every slash crosses an antidiagonal of each tile on its way. A row of tiles has a softmax over the tiles
+    that it sees, and a block's score is the sum over its tiles. XAttention then reads the fewest blocks of a row whose scores
+    sum to a threshold, which is ``select=nucleus``.
+
+    Attributes
+    ----------
+    stride : tokens of a tile's side, a divisor of the block size; the paper has 8 and 16.
+    """
+
+    method: ClassVar = Method("xattention", "XAttention", style={"color": "#CC79A7", "marker": "X"})
+    stride: int = 8
+
+    def __call__(self, x: "LayerInputs") -> Tensor:
+        tiles, heads = self.block_size // self.stride, x.k.shape[1]
+        keys = aligned_blocks(x.k, x.kv_start, self.block_size).unflatten(3, (tiles, self.stride))
+        keys = keys.flatten(4).flatten(2, 3).float()  # [B, Hkv, Tc * tiles, stride * D]
+        queries = aligned_blocks(x.q, self.first_query(x), self.block_size).unflatten(3, (tiles, self.stride))
+        queries = queries.flip(4).flatten(4)  # [B, Hq, Tr, tiles, stride * D]: query s meets key stride - 1 - s
+        rows = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        first = rows.first[..., None] + torch.arange(0, self.block_size, self.stride, device=x.q.device)  # [B | 1, Tr, tiles]
+        newest = torch.minimum(first + self.stride - 1, rows.last[..., None])
+        filled, starts = first <= rows.last[..., None], torch.arange(keys.shape[2], device=x.q.device) * self.stride
+        scores, begin = [], 0
+        for chunk in row_chunks(queries, tiles * keys.shape[2]):
+            part = slice(begin, begin := begin + chunk.shape[2])
+            logits = chunk.float().unflatten(1, (heads, -1)).flatten(2, 4) @ keys.mT
+            logits = logits.view(*chunk.shape[:4], -1)  # [B, Hq, rows, tiles, Tc * tiles]
+            seen = (starts <= newest[:, part, :, None])[:, None]
+            mass = x.capped(logits * (x.scale / self.stride)).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+            mass = mass * filled[:, None, part, :, None]
+            scores.append(mass.sum(3).unflatten(-1, (-1, tiles)).sum(-1))
+        return normalize_rows(torch.cat(scores, 2) * self.visible(x))
+
+
+scorer = XAttention
