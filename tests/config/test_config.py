@@ -81,8 +81,8 @@ def test_every_option_composes(group: str) -> None:
 @pytest.mark.parametrize(
     ("command", "override", "says"),
     [
-        ("eval", "eval.baselines=quest", "sink_local, vertical_slash; written as eval.baselines=[quest]"),
-        ("eval", "eval.baselines=qest", "sink_local, vertical_slash (did you mean quest?)"),
+        ("eval", "eval.baselines=quest", "vertical_slash, xattention; written as eval.baselines=[quest]"),
+        ("eval", "eval.baselines=qest", "vertical_slash, xattention (did you mean quest?)"),
         (
             "finetune",
             "artifacts.gate=embedded select.scores=gate_question",

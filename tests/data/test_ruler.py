@@ -3,18 +3,29 @@
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.trainer.config import RULER_TASKS
+from msattn.trainer.config.evaluate import QUESTION_FILES
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.data.tasks.ruler import TASKS, Haystack, Sample
 
 DRAW = random.Random(0)
 WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
-HAYSTACK = Haystack.from_text(" ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS)))
+DOCUMENTS = [" ".join(DRAW.choices(WORDS, k=60)) for _ in range(30)]
+QUESTIONS = ruler.Questions(
+    DOCUMENTS,
+    [
+        ruler.DocumentQuestion(f"What is in {i} and {i + 1}?", ["REPLY", f"no. {i}"], [i, i + 1], [i + 2, i + 3])
+        for i in range(20)
+    ],
+)
+TEXT = " ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS))
+HAYSTACK = replace(Haystack.from_text(TEXT), questions=dict.fromkeys(QUESTION_FILES, QUESTIONS))
 
 
 def count(text: str) -> int:
@@ -42,7 +53,7 @@ def test_samples_nearly_fill_their_length(name: str, length: int, seed: int) -> 
         assert 0.85 * length < tokens <= length
         assert len(set(sample.answers)) == len(sample.answers)
         assert sample.score(" ".join(sample.answers).upper()) == 1.0
-        assert sample.score(sample.answers[0]) == 1 / len(sample.answers)
+        assert sample.score(sample.answers[0]) == (1 if sample.one_suffices else 1 / len(sample.answers))
         assert sample.score("nothing of it") == 0.0
 
 
@@ -67,6 +78,19 @@ def test_a_haystack_needs_the_words_of_the_longest_sample() -> None:
     for ask in (TASKS["cwe"].size, TASKS["cwe"].samples):
         with pytest.raises(ruler.TooFewWords, match="are needed"):
             ask(seeds, Haystack([], WORDS[: needed - needed // 50]), 12000, count)
+
+
+@pytest.mark.parametrize(("length", "least"), [(250, 2), (1000, 5), (6000, 30)])
+def test_questions_are_asked_about_their_documents_among_others(length: int, least: int) -> None:
+    sample = draw("qa_1", length)
+    numbered = re.findall(r"Document (\d+):\n(.*)\n\n", sample.prompt)
+    assert [int(number) for number, _ in numbered] == list(range(1, len(numbered) + 1))
+    shown = [DOCUMENTS.index(text) for _, text in numbered]
+    assert len(shown) >= least
+    first = int(re.findall(r"What is in (\d+)", sample.prompt)[0])
+    assert {first, first + 1} <= {*shown}
+    assert {first + 2, first + 3} <= {*shown} or len(shown) < 4, "documents that are near come first"
+    assert len({*shown}) == min(len(shown), 30)
 
 
 @pytest.mark.parametrize("name", [name for name in RULER_TASKS if name.startswith("niah")])

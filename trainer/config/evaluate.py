@@ -25,12 +25,14 @@ from msattn.trainer.config.schema import (
 )
 from msattn.trainer.config.select import BASELINES, ROUTERS
 from msattn.trainer.config.values import require
+from msattn.trainer.errors import UserError
 
 TASKS: list[str] = []  # the sections of EvalConfig; filled below it
 RULER_TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
 )
+QUESTION_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}  # the keys of eval.ruler that name the files of RULER's tasks
 SPARSITIES = "shares of the visible blocks that are not read"
 PROBES = "numbers of buckets that a query reads; 0: only sink and recent keys"
 KEYS = "mean shares of the keys outside the dense window that a query reads, with a query classifier"
@@ -107,10 +109,14 @@ class DocumentsConfig:
 
 @schema("eval.ruler.")
 class RulerConfig:
-    """RULER's synthetic tasks, all but the two that need data sets of questions."""
+    """RULER's tasks."""
 
     lengths: Lengths = key("tokens of a prompt with its answer", default=[4096])
-    tasks: Annotated[list[Annotated[Text, OneOf(RULER_TASKS)]], MinLen(1)] = key("tasks of RULER", default=[*RULER_TASKS])
+    tasks: Annotated[list[Annotated[Text, OneOf(RULER_TASKS)]], MinLen(1)] | None = key(
+        "tasks of RULER; null: all, qa_1 and qa_2 if there are files of questions", default=None
+    )
+    squad: Text | None = key("JSON file of SQuAD's form, the questions of qa_1", default=None)
+    hotpotqa: Text | None = key("JSON file of HotpotQA's form, the questions of qa_2", default=None)
     samples: Samples = key("prompts of each length and task", default=20)
     haystack: Text | None = key(HAYSTACK, default=None)
     batch_tokens: TokensOrZero = key(
@@ -120,6 +126,28 @@ class RulerConfig:
     probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
     keys: list[ShareOfKeys] = key(KEYS, default=[])
     independent: Flag = key(INDEPENDENT, default=False)
+
+    def asked(self) -> list[str]:
+        """Returns the tasks to run. Raises UserError for a task that needs a file of questions and has none."""
+        for task in self.tasks or []:
+            if (name := QUESTION_FILES.get(task)) and getattr(self, name) is None:
+                raise UserError(f"eval.ruler.tasks={task}: needs a file of questions, eval.ruler.{name}=FILE")
+        without = {task for task, name in QUESTION_FILES.items() if getattr(self, name) is None}
+        return self.tasks or [task for task in RULER_TASKS if task not in without]
+
+
+@schema("eval.leval.")
+class LevalConfig:
+    """L-Eval's questions about long documents: the likelihood of the expected answers, and answers of the model's own."""
+
+    path: Text | None = key("jsonl file of L-Eval, or a folder or glob of them; each file is a task", default=None)
+    lengths: Lengths = key("most tokens of a prompt with its answer; a longer document loses its middle", default=[4096])
+    questions: Count | None = key("questions of each file, spread over its documents; null: all", default=None)
+    answers: Flag = key("also generate answers and score them by L-Eval's metrics", default=False)
+    max_new_tokens: NewTokens = key("longest generated answer", default=64)
+    sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
+    probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
+    keys: list[KeyShare] = key(KEYS, default=[])
 
 
 @schema("eval.harness.")
@@ -248,6 +276,7 @@ class EvalConfig:
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     documents: DocumentsConfig = field(default_factory=DocumentsConfig)
     ruler: RulerConfig = field(default_factory=RulerConfig)
+    leval: LevalConfig = field(default_factory=LevalConfig)
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)

@@ -163,7 +163,7 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
     kind = file_type(file)
     if kind is None:
         raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
-    content = _decompress(file, where, most)
+    content = decompressed(file, where, most)
     if kind in (".txt", ".md"):
         yield Document(name, decode(content, where))
     else:
@@ -171,7 +171,8 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
         yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
 
 
-def _decompress(file: Path, where: str, most: int) -> bytearray:
+def decompressed(file: Path, where: str, most: int) -> bytearray:
+    """Returns the content of a file that may be compressed, of at most ``most`` bytes."""
     import pyarrow
 
     codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
@@ -182,7 +183,7 @@ def _decompress(file: Path, where: str, most: int) -> bytearray:
 
 
 def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
-    """As :func:`_decompress`, of a format that pyarrow does not read."""
+    """As :func:`decompressed`, of a format that pyarrow does not read."""
     try:
         return read_stream(lzma.LZMAFile(raw), where, most)
     except (lzma.LZMAError, EOFError) as error:
@@ -190,11 +191,16 @@ def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
 
 
 def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
+    yield from (_text_of(row, column, place) for place, row in json_lines(content, where))
+
+
+def json_lines(content: bytearray, where: str) -> Iterator[tuple[str, Any]]:
+    """Yields ``(where and line number, value)`` of each line of jsonl."""
     # Not splitlines(), which also splits at characters that JSON strings may contain unescaped, such as U+2028.
     for number, line in enumerate(decode(content, where).split("\n"), start=1):
         if line.strip():
             place = f"{where}, line {number}"
-            yield _text_of(parse_json(line, place), column, place)
+            yield place, parse_json(line, place)
 
 
 def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from msattn import __version__
 from msattn.trainer import artifacts, data
 from msattn.trainer.config import DataConfig, EvalRunConfig
+from msattn.trainer.config.text_files import text_files
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
 from msattn.trainer.evaluate.methods import ComparedMethods
@@ -20,6 +21,7 @@ from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.progress import Progress
+from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.storage.parts import FinishedParts
 
 # Keys of the command that do not affect a row.
@@ -149,6 +151,9 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
     found = [source_identity(each, heldout=True) for each in texts]
+    named = [(task, key, getattr(getattr(cfg.eval, task), key)) for task in cfg.eval.tasks for key in record(task).files]
+    files = [file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)]
+    found += [file_hash(file) for file in files]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 

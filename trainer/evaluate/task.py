@@ -42,6 +42,7 @@ class Task:
         reads are not looked for.
     text : ``heldout``: it always reads the held-out documents. ``haystack``: it reads the text of its key ``haystack``, or
         else the held-out documents. None: it reads no text of ``data``.
+    files : keys of its section that name files of questions.
     form : format of a score beside that of another evaluation.
     hidden : columns of all tasks that its table leaves out, as its own columns have them.
     timed : whether its score is a time or a rate, which says nothing about other machines.
@@ -54,6 +55,7 @@ class Task:
     columns: Mapping[str, Column]
     reads: tuple[Literal["blocks", "routings"], ...]
     text: Literal["heldout", "haystack"] | None
+    files: tuple[str, ...] = ()
     form: str = "{:.1%}"
     hidden: tuple[str, ...] = ()
     timed: bool = False

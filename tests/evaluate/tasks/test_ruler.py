@@ -19,6 +19,7 @@ from msattn.trainer.evaluate.tasks import answers, ruler
 from msattn.trainer.evaluate.tasks.answers import Question
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.chat import encode_prompt
+from tests.data.test_benchmarks import paragraph, write
 from tests.data.test_ruler import WORDS
 from tests.evaluate.runs import config, read_rows
 from tests.models.test_chat import TEMPLATE
@@ -69,20 +70,22 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
 
     monkeypatch.setattr(ruler, "encode", known)
     monkeypatch.setattr(ruler, "answer", half_right)
-    settings = RulerConfig(**{**vars(SETTINGS), "haystack": haystack})
+    squad = write(tmp_path / "squad.json", {"data": [{"paragraphs": [paragraph("A mill.", ("Whose?", ["Anna's", "hers"]))]}]})
+    settings = RulerConfig(**{**vars(SETTINGS), "haystack": haystack, "tasks": [*SETTINGS.asked(), "qa_1"], "squad": squad})
     (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
     cfg = config(tmp_path, str(tmp_path / "train.txt"), tasks=["ruler"], baselines=["random"], ruler=settings)
     folder = evaluate(replace(cfg, model=ModelConfig(name="tiny", path="embedded")))
     rows = read_rows(folder)
-    assert len(found) == 4
+    assert len(found) == 6
     assert {row["extra"]["length"] for row in rows.values()} == {1000}
     for row in rows.values():
         assert row["extra"]["niah_multiquery"] == 0.5
         assert row["extra"]["fwe"] == pytest.approx(2 / 3)
-        assert row["score"] == pytest.approx((0.5 + 2 / 3) / 2)
-        assert (row["samples"], row["ratio_to_dense"]) == (4, 1.0)
+        assert row["extra"]["qa_1"] == 1
+        assert row["score"] == pytest.approx((0.5 + 2 / 3 + 1) / 3)
+        assert (row["samples"], row["ratio_to_dense"]) == (6, 1.0)
         assert row["extra"]["ratio_interval"] == [1.0, 1.0]
-        assert [example["correct"] for example in row["extra"]["examples"]] == [False, False]
+        assert [example["correct"] for example in row["extra"]["examples"]] == [False, False, True]
     assert rows["random", "sparsity 0.9"]["sparsity"] > 0.5
     assert rows["random", "sparsity 0"]["sparsity"] == 0
     assert {"gate", "k-means"} <= {method.split(",")[0] for method, _ in rows}
@@ -141,7 +144,9 @@ def test_a_chat_begins_its_reply_with_the_prefix() -> None:
     [
         (["eval.ruler.lengths=[64]"], "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has"),
         (["eval.ruler.haystack=few.txt"], "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed"),
-        (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: accepted are one or more of niah_single_1"),
+        (["eval.ruler.tasks=[qa_3]"], "eval.ruler.tasks=qa_3: accepted are one or more of niah_single_1"),
+        (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: needs a file of questions, eval.ruler.squad=FILE"),
+        (["eval.ruler.squad=few.txt"], "eval.ruler.squad=few.txt: not JSON"),
         (["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"], "eval.ruler.lengths=500: niah_single_2"),
     ],
 )

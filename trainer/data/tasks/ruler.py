@@ -2,15 +2,16 @@
 
 Templates, numbers and metric are those of https://github.com/NVIDIA/RULER (Apache-2.0), so that scores can be compared. Keys
 and words are drawn from the text instead of word lists, essays are any text, and each sample has its own passage. The two
-tasks with questions about documents need data sets and are left out.
+tasks with questions about documents need files of SQuAD's and of HotpotQA's form (:mod:`msattn.trainer.data.benchmarks`).
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,10 +31,27 @@ class TooFewWords(ValueError):
     """The haystack has fewer different words than a sample needs."""
 
 
+class DocumentQuestion(NamedTuple):
+    """A question, answers of which each is right, and the numbers of its own documents and of those that distract first."""
+
+    question: str
+    answers: list[str]
+    own: list[int]
+    near: list[int]
+
+
+class Questions(NamedTuple):
+    """Questions about documents."""
+
+    documents: list[str]
+    asked: list[DocumentQuestion]
+
+
 @dataclass(frozen=True)
 class Haystack:
     text: list[str]  # words, separated by single spaces
     words: list[str]  # its distinct words of 4 to 9 lower-case letters, sorted
+    questions: Mapping[str, Questions] = field(default_factory=dict)  # by task
 
     @classmethod
     def from_text(cls, text: str) -> "Haystack":
@@ -56,10 +74,15 @@ class Sample:
     prompt: str  # the message of a user
     begun: str  # the beginning of the answer, which the model continues
     answers: list[str]  # texts that the continuation should contain
+    one_suffices: bool = False  # as each of them is the whole answer
 
     def score(self, text: str) -> float:
-        """Returns the share of the answers that are in ``text``, whatever the case (RULER's ``string_match_all``)."""
-        return sum(answer.lower() in text.lower() for answer in self.answers) / len(self.answers)
+        """Returns the share of the answers that are in ``text``, whatever the case (RULER's ``string_match_all``).
+
+        Where one suffices, this is 1 if there is any (``string_match_part``).
+        """
+        found = sum(answer.lower() in text.lower() for answer in self.answers)
+        return float(found > 0) if self.one_suffices else found / len(self.answers)
 
 
 @dataclass(frozen=True)
@@ -215,6 +238,28 @@ def frequent_words(rng: Rng, haystack: Haystack, length: int, size: int) -> Samp
     return Sample(prompt, begun, coded[1:4])
 
 
+def question_about_documents(rng: Rng, haystack: Haystack, length: int, size: int, *, task: str) -> Sample:
+    """A question about one or several of ``size`` documents; they are repeated if there are fewer."""
+    del length
+    documents, every = haystack.questions[task]
+    asked = every[rng.integers(len(every))]
+    missing = max(0, size - len(asked.own))
+    if size >= len(documents):
+        chosen = [place % len(documents) for place in range(size)]
+    elif missing <= len(asked.near):
+        chosen = asked.own + [asked.near[i] for i in rng.permutation(len(asked.near))[:missing]]
+    else:
+        first = {*asked.own, *asked.near}
+        others = [place for place in range(len(documents)) if place not in first]
+        chosen = asked.own + asked.near + [others[i] for i in rng.permutation(len(others))[: missing - len(asked.near)]]
+    context = "\n\n".join(
+        f"Document {number}:\n{documents[chosen[i]]}" for number, i in enumerate(rng.permutation(len(chosen)), 1)
+    )
+    instruction = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    prompt = f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n{instruction}\n\nQuestion: {asked.question}"
+    return Sample(prompt, " Answer:", asked.answers, one_suffices=True)
+
+
 TASKS = {
     "niah_single_1": Task(partial(needles, around="noise"), 128),
     "niah_single_2": Task(partial(needles, around="essay"), 128),
@@ -227,6 +272,8 @@ TASKS = {
     "vt": Task(variable_tracking, 30),
     "cwe": Task(common_words, 120, smallest=1),
     "fwe": Task(frequent_words, 50),
+    "qa_1": Task(partial(question_about_documents, task="qa_1"), 32, smallest=1),
+    "qa_2": Task(partial(question_about_documents, task="qa_2"), 32, smallest=1),
 }
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 TEXT_COLUMNS = ("method", "setting")
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
-    *("peak memory", "sparsity", "bits per byte", "latency", "same top, 95 %", "KL, 95 %", "95 % interval", "recall"),
-    *("attention", "selection", "launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt", "requests"),
-    *("same top", "KL", "vs dense, 95 %", "vs dense"),
+    *("choices, 95 %", "peak memory", "sparsity", "bits per byte", "latency", "same top, 95 %", "KL, 95 %", "95 % interval"),
+    *("recall", "attention", "selection", "launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt"),
+    *("requests", "same top", "KL", "vs dense, 95 %", "vs dense"),
 )
 
 COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")  # intervals of comparisons with dense attention

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import RULER_TASKS, EvalRunConfig
+from msattn.trainer.config.evaluate import QUESTION_FILES
+from msattn.trainer.data.benchmarks import read_hotpotqa, read_squad
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
@@ -28,6 +30,7 @@ from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Questi
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.loading import Loaded
 
+QUESTION_READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 EXCERPT = 400  # characters of the end of a prompt that the report shows
 
 
@@ -58,10 +61,13 @@ def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
 
 
 def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
-    """Returns the text of ``eval.ruler.haystack``, or the held-out documents."""
-    text = " ".join(each.text for each in haystack(cfg.data, cfg.eval.ruler.haystack))
+    """Returns the text of ``eval.ruler.haystack``, or the held-out documents, and the files of questions."""
+    settings = cfg.eval.ruler
+    text = " ".join(each.text for each in haystack(cfg.data, settings.haystack))
+    files = {task: (f"eval.ruler.{name}", getattr(settings, name)) for task, name in QUESTION_FILES.items()}
+    questions = {task: QUESTION_READERS[task](*files[task]) for task in settings.asked() if task in files}
     try:
-        return ruler.Haystack.from_text(text)
+        return replace(ruler.Haystack.from_text(text), questions=questions)
     except ValueError as error:
         raise UserError(f"eval.ruler.haystack: {error}") from error
 
@@ -69,7 +75,7 @@ def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int) -> dict[str, list[ruler.Sample]]:
     room, count = _room(cfg, tokenizer, length), partial(_count, tokenizer)
     found = {}
-    for name in cfg.eval.ruler.tasks:
+    for name in cfg.eval.ruler.asked():
         with _refused(length, name):
             found[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, room, count)
     return found
@@ -84,7 +90,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) ->
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
     hay, count = read_haystack(cfg), partial(_count, loaded.tokenizer)
     for length in cfg.eval.ruler.lengths:
-        for name in cfg.eval.ruler.tasks:
+        for name in cfg.eval.ruler.asked():
             with _refused(length, name):
                 ruler.TASKS[name].size(_seeds(cfg, length, name), hay, _room(cfg, loaded.tokenizer, length), count)
 
@@ -177,5 +183,6 @@ TASK = Task(
     | {task: (task, "{:.1%}") for task in RULER_TASKS},
     reads=("blocks", "routings"),
     text="haystack",
+    files=tuple(QUESTION_FILES.values()),
     quality=Quality("RULER's average", paired_scores),
 )

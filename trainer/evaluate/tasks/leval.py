@@ -1,0 +1,348 @@
+"""L-Eval: questions about long documents (An et al., arXiv 2307.11088), by the likelihood of the expected answers.
+
+A small model seldom writes an answer that a metric accepts, but its likelihood shows what reading less costs. Each question
+is a prompt with the document; the score is the geometric mean of the probabilities of the tokens of the expected answers,
+averaged over the questions of a file and then over files. Of questions of choice the expected answer is its letter. Where that
+is a single one, the question also counts as correct if no other option's letter is more likely.
+
+Block selections read document and question in one sparse prefill, from which the answer's first token is predicted; the others
+read every key, as in ``generate``. Routings read the document in a dense prefill, then question and
+answer as new tokens, up to ``MAX_ROUTED_TOKENS`` in a pass. All methods get the same prompts. A document that does not fit into
+the length loses its middle, so that its beginning and its end stay.
+
+With ``eval.leval.answers`` the model also answers: of exams all of the expected answer counts (the same letters, or the text
+in the answer), of others the longest common subsequence of words (``rouge``, ROUGE-L) or the words in common (F1). Block
+selections and routings read these prompts as in RULER.
+"""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
+from msattn.trainer.data.chunking import encode_texts
+from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.intervals import stratified_interval, wilson
+from msattn.trainer.evaluate.job import Job, Measurement
+from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Quality, Task
+from msattn.trainer.evaluate.tasks.answers import MethodSetting, Question, answer, cases, read_and_spent
+from msattn.trainer.evaluate.tasks.timing import cost
+from msattn.trainer.methods.base import Method
+from msattn.trainer.models import output_logits
+from msattn.trainer.models.chat import around_prompt
+from msattn.trainer.models.tap import run_backbone
+from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.loading import Loaded
+
+BEGUN, LETTER = " Answer:", " Answer with the letter of the right option, or the letters of all."
+LEAST_DOCUMENT = 16  # tokens of a document that a prompt keeps
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as tokens: those of its document with what is before it, of the rest of the prompt, and of the answer."""
+
+    task: str
+    question: LevalQuestion
+    document: Tensor  # [n]
+    rest: Tensor
+    gold: Tensor
+    letters: Tensor  # the first token of each option
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Mean log probability of the tokens of an answer, and whether the most likely option is right; None without options."""
+
+    log_mean: float
+    right: bool | None
+
+
+def run(job: Job) -> list[EvalRow]:
+    """Returns rows of dense attention, of block selections, and of routings, at each length."""
+    tasks = read_tasks(job.cfg)
+    return [row for length in job.cfg.eval.leval.lengths for row in _at_length(job, tasks, length)]
+
+
+def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) -> list[EvalRow]:
+    cfg, settings, loaded = job.cfg, job.cfg.eval.leval, job.loaded
+    asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
+
+    def row(
+        method: Method, setting: str, found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, done: list[EvalRow]
+    ) -> EvalRow:
+        scores = answer_scores(loaded, settings.max_new_tokens, asked, case) if settings.answers else None
+        return as_row(method, setting, asked, found, scores, spent, length, done[0] if done else None)
+
+    def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
+        return [row(case.method, case.setting, *prefilled(loaded, asked, case, advance), case, done)]
+
+    def decode(
+        method: BucketRoutingMethod, plan: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
+    ) -> list[EvalRow]:
+        results = decoded(loaded, asked, method, plan, advance)
+        return [row(case.method, case.setting, *result, case, done) for case, result in zip(plan, results, strict=True)]
+
+    blocks, routings = replace(job.methods, bucket_routings=[]), job.methods.bucket_routings
+    plan = [
+        Measurement(("leval", length, case.method, case.setting), partial(read, case), len(asked))
+        for case in cases(loaded, blocks, settings.sparsities)
+    ]
+    for method in routings:
+        _, *settings_of = cases(loaded, ComparedMethods([], [method]), [], settings.probes, settings.keys)
+        key = "leval", length, method.method, *(case.setting for case in settings_of)
+        plan.append(Measurement(key, partial(decode, method, settings_of), len(asked)))
+    return job.rows(f"L-Eval, {length} tokens", plan)
+
+
+def read_tasks(cfg: EvalRunConfig) -> dict[str, list[LevalQuestion]]:
+    """Returns the questions of each file of ``eval.leval.path``, as many as ``eval.leval.questions``."""
+    settings = cfg.eval.leval
+    if settings.path is None:
+        raise UserError("eval.leval.path=null: a jsonl file of L-Eval, or a folder or glob of them")
+    found = read_leval("eval.leval.path", settings.path)
+    return {name: _spread(questions, settings.questions) for name, questions in found.items()}
+
+
+def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQuestion]:
+    """Returns ``number`` of the questions, evenly spread; None: all."""
+    count = min(number or len(questions), len(questions))
+    return [questions[place * len(questions) // count] for place in range(count)]
+
+
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+    """Raises UserError for files of another form, and for a length that is too short for a question."""
+    tasks = read_tasks(cfg)
+    for length in cfg.eval.leval.lengths:
+        encode_questions(loaded.tokenizer, cfg, tasks, length)
+
+
+def encode_questions(tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, list[LevalQuestion]], length: int) -> list[Asked]:
+    """Returns the questions of all tasks as tokens, of which each has at most ``length`` with its answer."""
+    opening, reply = around_prompt(tokenizer, cfg.chat)
+    documents: dict[str, list[int]] = {}  # as several questions share one
+    settings, found = cfg.eval.leval, []
+    for name, questions in tasks.items():
+        for question in questions:
+            if question.document not in documents:
+                (documents[question.document],) = _encode(tokenizer, [question.document])
+            asked = f"\n\nQuestion: {question.instruction}{LETTER * bool(question.options)}"
+            text, begun, gold = _encode(tokenizer, [asked, BEGUN.lstrip() if reply else BEGUN, f" {question.gold}"])
+            rest = [*text, *reply, *begun]
+            room = length - len(opening) - len(rest) - max(len(gold), settings.max_new_tokens * settings.answers)
+            if room < LEAST_DOCUMENT:
+                raise UserError(
+                    f"eval.leval.lengths={length}: {name} has a question of {len(rest)} and an answer of {len(gold)} tokens, "
+                    "which leave no room for its document"
+                )
+            document = without_middle(documents[question.document], room)
+            letters = [tokens[0] for tokens in _encode(tokenizer, [f" {letter}" for letter in question.options])]
+            parts = map(torch.tensor, ([*opening, *document], rest, gold, letters))
+            found.append(Asked(name, question, *parts))
+    return found
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    return [list(map(int, ids)) for ids in encode_texts(tokenizer, texts)] if texts else []
+
+
+def without_middle(tokens: Sequence[int], most: int) -> list[int]:
+    """Returns at most ``most`` tokens, half of them from the beginning and half from the end."""
+    if len(tokens) <= most:
+        return list(tokens)
+    return [*tokens[: most - most // 2], *tokens[len(tokens) - most // 2 :]]
+
+
+@torch.inference_mode()
+def prefilled(
+    loaded: "Loaded", asked: list[Asked], case: MethodSetting, advance: Callable[[], None]
+) -> tuple[list[Likelihood], dict[str, Any]]:
+    """Returns the likelihoods after a prefill of each prompt with the attention of ``case``, and what was read and spent."""
+    device, found, spent = loaded.model.device, [], []
+    if device.type == "cuda":  # not timed: kernels compile at their first call
+        with case.attach():
+            _read(loaded, DynamicCache(), asked[0].document)
+    for each in asked:
+        cache = DynamicCache()
+        with case.attach() as sparse:
+            with cost(device) as measured:
+                hidden = [_read(loaded, cache, torch.cat([each.document, each.rest]))[:, -1:]]
+            spent.append(read_and_spent(sparse, measured.seconds, measured.peak_mb))
+        if len(each.gold) > 1:  # nothing is attached: new tokens read every key
+            hidden.append(_read(loaded, cache, each.gold[:-1]))
+        found.append(likelihood(loaded, torch.cat(hidden, dim=1), each))
+        advance()
+    return found, mean_spent(spent)
+
+
+@torch.inference_mode()
+def decoded(
+    loaded: "Loaded", asked: list[Asked], method: BucketRoutingMethod, plan: list[MethodSetting], advance: Callable[[], None]
+) -> list[tuple[list[Likelihood], dict[str, Any]]]:
+    """Returns the result of :func:`prefilled` for each setting; all share one dense prefill of each document."""
+    found: list[list[Likelihood]] = [[] for _ in plan]
+    spent: list[list[dict[str, Any]]] = [[] for _ in plan]
+    for each in asked:
+        cache, steps = DynamicCache(), torch.cat([each.rest, each.gold])[:-1]
+        with method.attach(loaded.model, 0):
+            _read(loaded, cache, each.document)
+        for case, likelihoods, spent_by in zip(plan, found, spent, strict=True):
+            with case.attach() as sparse:
+                with cost(loaded.model.device) as measured:
+                    hidden = [_read(loaded, cache, part) for part in steps.split(MAX_ROUTED_TOKENS)]
+                spent_by.append(read_and_spent(sparse, measured.seconds / len(steps), measured.peak_mb))
+            cache.crop(-len(steps))
+            likelihoods.append(likelihood(loaded, torch.cat(hidden, dim=1)[:, -len(each.gold) :], each))
+        advance()
+    return [(each, mean_spent(parts)) for each, parts in zip(found, spent, strict=True)]
+
+
+def mean_spent(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the means of the results of ``read_and_spent`` of questions, and their largest memory."""
+    means = {
+        name: None if parts[0][name] is None else fmean(part[name] for part in parts)
+        for name in ("sparsity", "selectivity", "latency_s")
+    }
+    return {**means, "peak_memory_mb": max(part["peak_memory_mb"] for part in parts)}
+
+
+def _read(loaded: "Loaded", cache: DynamicCache, tokens: Tensor) -> Tensor:
+    """Returns the last hidden states ``[1, N, hidden]`` of further tokens ``[N]`` of the sequence in ``cache``."""
+    ids = tokens[None].to(loaded.model.device)
+    return run_backbone(loaded.model, ids, past_key_values=cache, use_cache=True)
+
+
+def likelihood(loaded: "Loaded", hidden: Tensor, asked: Asked) -> Likelihood:
+    """Returns the likelihood of the expected answer, from the states ``[1, n, hidden]`` that predict its tokens."""
+    logs = output_logits(loaded.model, hidden[0]).float().log_softmax(-1).cpu()
+    right = None
+    if asked.question.options and len(asked.question.gold) == 1:
+        likeliest = int(logs[0, asked.letters].argmax())
+        right = asked.question.options[likeliest] == asked.question.gold
+    return Likelihood(logs.gather(-1, asked.gold[:, None]).double().mean().item(), right)
+
+
+def answer_scores(loaded: "Loaded", most: int, asked: list[Asked], case: MethodSetting) -> list[float]:
+    """Returns the score of a generated answer to each question, by its metric."""
+    questions = [Question(torch.cat([each.document, each.rest])[None], most) for each in asked]
+    answers = answer(loaded, questions, case, lambda: None)
+    return [score(each.question, text) for each, text in zip(asked, answers.texts, strict=True)]
+
+
+def score(question: LevalQuestion, text: str) -> float:
+    """Returns the score of a generated answer, in [0, 1]."""
+    if question.options:
+        given = re.match(r"\W*([A-Z]+)\b", text)
+        return float(given is not None and {*given[1]} == {*question.gold})
+    given, gold = words(text), words(question.gold)
+    if question.metric == "exam":
+        return float(f" {' '.join(gold)} " in f" {' '.join(given)} ")
+    common = longest_common(given, gold) if question.metric == "rouge" else sum((Counter(given) & Counter(gold)).values())
+    return 2 * common / (len(given) + len(gold)) if common else 0.0
+
+
+def words(text: str) -> list[str]:
+    """Returns the words of a text without case, punctuation and articles, as SQuAD's F1 compares them."""
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
+
+
+def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Returns the length of the longest common subsequence."""
+    best = [0] * (len(other) + 1)
+    for word in one:
+        before = 0
+        for place, another in enumerate(other, start=1):
+            before, best[place] = best[place], before + 1 if word == another else max(best[place], best[place - 1])
+    return best[-1]
+
+
+def as_row(
+    method: Method,
+    setting: str,
+    asked: list[Asked],
+    found: list[Likelihood],
+    scores: list[float] | None,
+    spent: dict[str, Any],
+    length: int,
+    dense: EvalRow | None,
+) -> EvalRow:
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself.
+
+    The interval of the ratio is that of the paired differences of the same questions.
+    """
+    logs = _by_task(asked, [each.log_mean for each in found])
+    log_mean, spread = fmean(map(fmean, logs.values())), stratified_interval(list(logs.values()))
+    rise, bounds = (0.0, (0.0, 0.0)) if dense is None else _paired(logs, dense.extra["logs"])
+    choices = [each.right for each in found if each.right is not None]
+    extra: dict[str, Any] = {
+        "length": length,
+        "latency_of": "a decoded token" if spent["sparsity"] is None else "a prefill",
+        "choices": fmean(choices) if choices else None,
+        "choices_interval": list(wilson(sum(choices), len(choices))) if choices else None,
+        **{task: math.exp(fmean(values)) for task, values in logs.items()},
+        "ratio_interval": bounds and [math.exp(bound) for bound in bounds],
+        "logs": logs,
+    }
+    if scores is not None:
+        by_task = _by_task(asked, scores)
+        extra |= {"answers": fmean(map(fmean, by_task.values())), "scores": by_task}
+    interval = spread and (math.exp(spread[0]), min(1.0, math.exp(spread[1])))
+    fields: dict[str, Any] = {"ratio_to_dense": math.exp(rise), "samples": len(asked), "extra": extra, **spent}
+    return EvalRow("leval", method, setting, math.exp(log_mean), "likelihood of a token", interval, **fields)
+
+
+def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for each, value in zip(asked, values, strict=True):
+        found.setdefault(each.task, []).append(value)
+    return found
+
+
+def _paired(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> Difference:
+    """Returns the mean difference of values of the same questions, and its interval."""
+    pairs = [[a - b for a, b in zip(values, other[task], strict=True)] for task, values in one.items()]
+    return fmean(map(fmean, pairs)), stratified_interval(pairs)
+
+
+def paired_likelihoods(one: EvalRow, other: EvalRow) -> Difference:
+    """Returns the relative difference of two likelihoods of the same answers."""
+    rise, bounds = _paired(one.extra["logs"], other.extra["logs"])
+    return math.expm1(rise), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
+
+
+TASK = Task(
+    heading="L-Eval, expected answers",
+    unit="questions per row",
+    columns=TOKENS
+    | {
+        "likelihood": ("score", "{:.2%}"),
+        "95 % interval": BOUNDS,
+        "vs dense": RATIO,
+        "vs dense, 95 %": ("ratio_interval", "{:.3f}"),
+        "choices": ("choices", "{:.1%}"),
+        "choices, 95 %": ("choices_interval", "{:.0%}"),
+        "own answers": ("answers", "{:.1%}"),
+    },
+    reads=("blocks", "routings"),
+    text=None,
+    files=("path",),
+    quality=Quality(
+        "likelihood of expected answers", paired_likelihoods, value=lambda row: row.ratio_to_dense or 0.0, form=".1%"
+    ),
+)
