@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from msattn.trainer.signals import end_at_once, end_silently, handle, handled
 
@@ -255,12 +255,16 @@ def import_gate(
     source: Annotated[str, typer.Argument(help="A folder or Hub id, as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")],
     out: Annotated[Path, typer.Option(help="The folder of the new artifact.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
+    finished_at: Annotated[
+        Literal["first", "last"] | None,
+        typer.Option(help="Key at which decode gates rotate a block that new tokens finish; last by default, as the authors."),
+    ] = None,
 ) -> None:
     """Turn the released gates of SeerAttention's authors into an artifact. For prefill or decoding; their code does not run."""
     from msattn.trainer.commands.artifacts import import_gate as run
 
     with _stopped_by_signals():
-        run(source, out, overwrite=overwrite)
+        run(source, out, overwrite=overwrite, finished_at=finished_at)
 
 
 @app.command("doctor")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from msattn.trainer.artifacts import Artifact
+    from msattn.trainer.methods.gate.decode_gate import Finished
 
 
 def push(folder: str, repository: str, *, private: bool = False) -> str:
@@ -28,13 +29,13 @@ def _held(folder: Path) -> "dict[str, Artifact]":
     return {kind: artifacts.read(path, kind) for kind, path in found.items()}
 
 
-def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> None:
+def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None) -> None:
     """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and how to try it."""
     from msattn.trainer.methods.gate.official import import_gate as run
     from msattn.trainer.progress import activity
 
     with activity(f"importing {source}"):
-        gate = run(source, folder, overwrite=overwrite)
+        gate = run(source, folder, overwrite=overwrite, finished_at=finished_at)
     cfg, shape = gate.cfg, gate.model_shape()
     layers, blocks, pools = f"{shape['num_layers']} layers", f"blocks of {cfg.block_size} tokens", "+".join(cfg.k_pool)
     if cfg.phase == "decode":

@@ -30,6 +30,7 @@ class LayerInputs:
     kv_len: Tensor | None = None  # int32 [B], number of filled positions of k and v, if they have free ones
     softcap: float | None = None  # limit of the scores, which become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [Hq], a logit of each query head that takes part in the softmax without a value
+    prompt_keys: int | None = None  # keys of the cache that the last prompt or earlier passes brought; None: all
     ends_prompt: bool = True  # the last token is the last one of a prompt; False in its chunks before
 
     def capped(self, scores: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) on the prompts of ``eval=ruler``, in the columns of its results.
 
-kvpress 0.5 needs transformers below 5.3, which is older than msattn's, so this program runs in three steps, the second one as a
-plain file in an environment of its own (``pip install kvpress``), without msattn::
+kvpress 0.5 needs transformers below 5.3, which is older than msattn's, so this program runs in three steps, the second one as
+a plain file in an environment of its own (``pip install kvpress``), without msattn::
 
     python -m msattn.trainer.recipes.kvpress_ruler prompts prompts.jsonl OVERRIDES        # those of msattn eval eval=ruler
     KVPRESS/bin/python trainer/recipes/kvpress_ruler.py answers MODEL prompts.jsonl answers.jsonl --shares 0.05 0.1 0.2
     python -m msattn.trainer.recipes.kvpress_ruler rows prompts.jsonl kvpress.csv answers.jsonl
 
 A press removes keys from the cache after a dense prefill of the prompt, the question included, but for its last token, from
-which on the answer is decoded: as routings of msattn read RULER, which choose keys for each token instead. The share of the keys
-that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of the prompts, for processes side by side
-with a file each; ``rows`` takes all files. Answers that a file has already are not generated again. Presses that need weights or
-statistics of a model (DuoAttention, QFilter, FastKVzip and others) are left out.
+which on the answer is decoded: as routings of msattn read RULER, which choose keys for each token instead. The share of the
+keys that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of the prompts, for processes side
+by side with a file each; ``rows`` takes all files. Answers that a file has already are not generated again. Presses that
+need weights or statistics of a model (DuoAttention, QFilter, FastKVzip and others) are left out.
 """
 
 import json
@@ -58,7 +58,7 @@ def write_prompts(path: Path, overrides: Sequence[str]) -> None:
 
 def write_answers(args: Namespace) -> None:
     """Appends the answer of each press at each share to each prompt, as JSON lines; kvpress and transformers do all of it."""
-    import kvpress
+    import kvpress  # pyrefly: ignore[missing-import]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -70,9 +70,8 @@ def write_answers(args: Namespace) -> None:
     prompts, done = _lines(args.prompts), {_key(each) for each in _lines(args.answers)}
     part, parts = map(int, args.part.split("/"))
     with args.answers.open("a", encoding="utf-8") as file:
-        for press, share in (
-            (press, share) for press in args.presses for share in ([1.0] if press == "dense" else args.shares)
-        ):
+        tried = [(press, share) for press in args.presses for share in ([1.0] if press == "dense" else args.shares)]
+        for press, share in tried:
             for number, prompt in enumerate(prompts):
                 answer = {"press": press, "share": share, "prompt": number}
                 if number % parts == part and _key(answer) not in done:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
+from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, edited
+from tests.methods.gate.test_official import released as released_for_prefill
 from tests.running import succeed
 
 GROUP = 2
@@ -140,6 +143,40 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     with attach(model, qmodel=tmp_path, dense_below=0) as sparse:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
     assert 3 * BLOCK / 203 < sparse.stats()["selectivity"] < 5 * BLOCK / 200
+
+
+@pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
+def test_blocks_that_new_tokens_finish_are_rotated_at_their_last_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released(tmp_path / "theirs", **NORMS)
+    gates = {}
+    for at, option in (("last", ()), ("first", ("--finished-at", "first"))):
+        succeed("import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / at / "decode_gate"), *option)
+        gates[at] = DecodeGate.load(tmp_path / at)
+    model, prompt = tiny_model("qwen3"), 3 * BLOCK + 4  # the prompt ends in the fourth block
+    for x in inputs_of_layers(model, random_tokens(1, 6 * BLOCK)):
+        last, first = (gates[at].summarize(replace(x, prompt_keys=prompt)) for at in ("last", "first"))
+        torch.testing.assert_close(first, gates["last"].summarize(x))
+        torch.testing.assert_close(last[:, :, :3], first[:, :, :3])
+        for block in range(3, 6):  # the product of two rotated vectors depends on the distance of their positions
+            later = rope.rotate(
+                first[:, :, block : block + 1], *rope.cos_sin(gates["last"].inv_freq, torch.tensor([[BLOCK - 1]]))
+            )
+            torch.testing.assert_close(last[:, :, block : block + 1], later, rtol=1e-4, atol=1e-5)
+    found = []
+    summarize = DecodeGate.summarize
+    monkeypatch.setattr(
+        DecodeGate, "summarize", lambda gate, x: found.append((x.prompt_keys, x.num_keys)) or summarize(gate, x)
+    )
+    with attach(model, qmodel=gates["last"], dense_below=0, recent=8, dense_layers=(0,)):
+        model.generate(random_tokens(1, prompt), max_new_tokens=80, do_sample=False)  # pyrefly: ignore[not-callable]
+    assert {keys for keys, _ in found} == {prompt}
+    assert max(keys for _, keys in found) > prompt, "the index was built again"
+
+
+def test_gates_for_prefill_have_no_finished_blocks(tmp_path: Path) -> None:
+    released_for_prefill(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"^--finished-at last: these are gates for prefill"):
+        import_gate(str(tmp_path / "theirs"), tmp_path / "gate", finished_at="last")
 
 
 @pytest.mark.parametrize(

@@ -147,16 +147,20 @@ class AttnGate(nn.Module):
             gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
         return gate_q * self.hidden**-0.5
 
-    def project_keys(self, pooled_k: Tensor, inv_freq: Tensor | None) -> Tensor:
-        """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them at the start of their block: ``[B, Hg, Tc, hidden]``."""
+    def project_keys(self, pooled_k: Tensor, inv_freq: Tensor | None, positions: Tensor | None = None) -> Tensor:
+        """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them: ``[B, Hg, Tc, hidden]``.
+
+        They are rotated at ``positions [B | 1, Tc]``, by default at the first one of their block.
+        """
         key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
         if self.cfg.qk_norm:
             gate_k = F.rms_norm(gate_k, (self.hidden,), eps=NORM_EPS) * self.key_norm[:, None]
         if self.cfg.rope is not True or inv_freq is None:
             return gate_k
-        first_keys = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
-        return rope.rotate(gate_k, *rope.cos_sin(inv_freq, first_keys))
+        if positions is None:
+            positions = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+        return rope.rotate(gate_k, *rope.cos_sin(inv_freq, positions))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ before the dense window.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Interval
@@ -33,12 +33,16 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 
+Finished = Literal["first", "last"]
+
+
 @dataclass(frozen=True)
 class DecodeGateDetails:
     """Schema of the manifest entries of :meth:`DecodeGate.details`."""
 
     gate: GateConfig
     num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
+    finished_at: Finished = "first"
     thresholds: KeyThresholds | None = None
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
@@ -51,6 +55,8 @@ class DecodeGate(BlockRouter, GateArtifact):
     Parameters
     ----------
     num_blocks : blocks of the longest sequence, the largest number of probes.
+    finished_at : key of a block at whose position its pooled keys are rotated if new tokens have finished it after the last
+        prompt. Other blocks are rotated at their first key, as in training.
 
     Attributes
     ----------
@@ -61,8 +67,11 @@ class DecodeGate(BlockRouter, GateArtifact):
     phase = "decode"
     method = Method("decode gate", trained=True, style={"color": "#0072B2", "marker": "o"})
 
-    def __init__(self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, num_blocks: int) -> None:
+    def __init__(
+        self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, num_blocks: int, finished_at: Finished = "first"
+    ) -> None:
         super().__init__(shape, cfg, inv_freq)
+        self.finished_at: Finished = finished_at
         self.block_size, self.pools, self.num_buckets = cfg.block_size, cfg.k_pool, num_blocks
         self.layers, self.kv_heads = list(range(shape.num_layers)), shape.num_kv_heads
         of_groups = replace(cfg, heads="kv", q_pool=["avg"])  # a single query is its own mean
@@ -70,7 +79,7 @@ class DecodeGate(BlockRouter, GateArtifact):
         self.gates = nn.ModuleList(AttnGate(*of_layer) for _ in self.layers)
 
     @classmethod
-    def build(cls, config: "PretrainedConfig", cfg: GateConfig) -> "DecodeGate":
+    def build(cls, config: "PretrainedConfig", cfg: GateConfig, finished_at: Finished = "first") -> "DecodeGate":
         """Builds untrained gates for a model's ``config``.
 
         Raises UserError: a layer keeps the model's own attention, or computes other scores than Llama's.
@@ -78,7 +87,8 @@ class DecodeGate(BlockRouter, GateArtifact):
         if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
             raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
         shape, inv_freq = cls.of_model(config, cfg)
-        return cls(shape, cfg, inv_freq, num_blocks=-(-models.max_length(config) // cfg.block_size))
+        num_blocks = -(-models.max_length(config) // cfg.block_size)
+        return cls(shape, cfg, inv_freq, num_blocks=num_blocks, finished_at=finished_at)
 
     @classmethod
     def load(cls, path: str | Path) -> "DecodeGate":
@@ -92,14 +102,15 @@ class DecodeGate(BlockRouter, GateArtifact):
         artifact = artifacts.read(path, kind="decode_gate")
         details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")
         num_gates = artifact.manifest["model"]["num_layers"]
-        return cls._restore(artifact, details.gate, details.thresholds, num_gates, num_blocks=details.num_blocks)
+        options = {"num_blocks": details.num_blocks, "finished_at": details.finished_at}
+        return cls._restore(artifact, details.gate, details.thresholds, num_gates, **options)
 
     def shard(self, part: HeadShard) -> "DecodeGate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
-        return self._part(part, num_blocks=self.num_buckets)
+        return self._part(part, num_blocks=self.num_buckets, finished_at=self.finished_at)
 
     def details(self) -> dict[str, Any]:
-        return super().details() | {"num_blocks": self.num_buckets}
+        return super().details() | {"num_blocks": self.num_buckets, "finished_at": self.finished_at}
 
     def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
         """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.
@@ -120,7 +131,16 @@ class DecodeGate(BlockRouter, GateArtifact):
                 raise ValueError(f"num_keys={x.num_keys}: gates need every key before RoPE, this pass has {x.k_nope.shape[2]}")
             pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.block_size, start=x.kv_start)
         with torch.autocast(pooled.device.type, enabled=False):
-            return self._gate(x.layer).project_keys(pooled, self.inv_freq)
+            return self._gate(x.layer).project_keys(pooled, self.inv_freq, self._positions(x, pooled.shape[2]))
+
+    def _positions(self, x: "LayerInputs", blocks: int) -> Tensor | None:
+        """Returns the positions at which keys of blocks are rotated, ``[B | 1, blocks]``; None: the first ones."""
+        if self.finished_at == "first" or x.prompt_keys is None:
+            return None
+        prompt = torch.full((1, 1), x.prompt_keys, device=x.k.device) - (0 if x.kv_start is None else x.kv_start[:, None])
+        first = self.block_size * torch.arange(blocks, device=x.k.device)
+        last = first + (self.block_size - 1)
+        return torch.where(last < prompt, first, last)
 
     def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns the block scores of each query group before softmax: fp32 ``[B, Hkv, P]``."""

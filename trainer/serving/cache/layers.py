@@ -287,16 +287,23 @@ class BlockLayer(BucketLayer):
         """Removes all tokens."""
         super().reset()
         self._summaries = Buffer()
+        self._prompt_keys = 0  # keys up to the end of the last prompt
 
     @property
     def summaries(self) -> Tensor | None:
         return self._summaries.memory if self.indexed else None
+
+    def assign(self, router: Router | BlockRouter, x: LayerInputs, rotation: Rotation | None = None) -> None:
+        if self.indexed == 0 or x.k_nope.shape[2] > MAX_ROUTED_TOKENS:
+            self._prompt_keys = self.get_seq_length()
+        super().assign(router, x, rotation)
 
     def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         return block_of_keys(first, end, x.kv_start, self.router.block_size, x.k.device).expand(*x.k.shape[:2], -1)
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
+        x = replace(x, prompt_keys=self._prompt_keys)
         if self.router.pools:
             x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.block_size, x, rotation))
         self._summaries.length = 0

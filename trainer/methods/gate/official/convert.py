@@ -9,24 +9,28 @@ from msattn.trainer.artifacts.folders import is_hub_id
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate, Finished
 from msattn.trainer.methods.gate.official import decode, prefill
 from msattn.trainer.models.architecture import pretrained_config
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.storage.model_files import ModelFiles, local_folder
 
 
-def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> Gate | DecodeGate:
+def import_gate(
+    source: str, folder: Path, *, overwrite: bool = False, finished_at: Finished | None = None
+) -> Gate | DecodeGate:
     """Writes the gates of a repository of SeerAttention's authors as an artifact in ``folder``, and returns them.
 
     Parameters
     ----------
     source : a folder, or the id of a Hub repository such as ``SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates``.
+    finished_at : key of a block at whose position decode gates rotate it if new tokens finish it; None: as the authors, the
+        last one.
 
     Raises
     ------
     UserError : there are no such files, they are damaged or hold other objects than weights, or their gates compute something
-        else than ours; or ``folder`` cannot be written.
+        else than ours; ``finished_at`` is given for gates of prefill; or ``folder`` cannot be written.
     """
     artifacts.check_writable(folder, overwrite)
     local = local_folder(source)
@@ -35,7 +39,12 @@ def import_gate(source: str, folder: Path, *, overwrite: bool = False) -> Gate |
     files = ModelFiles(f"import-gate {shown(source)}", source if local is None else local).at_one_commit()
     config = pretrained_config(files)
     models.check_supported(config)
-    gate, details, base = (decode if decode.describes(files.config()) else prefill).read(files, config)
+    if decode.describes(files.config()):
+        gate, details, base = decode.read(files, config, finished_at or "last")
+    elif finished_at is None:
+        gate, details, base = prefill.read(files, config)
+    else:
+        raise UserError(f"--finished-at {finished_at}: these are gates for prefill; only decode gates take it")
     name = source if local is None else local.resolve().name
     artifacts.write(
         folder,

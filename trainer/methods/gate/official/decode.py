@@ -7,8 +7,9 @@ Their scores are those of ``DecodeGate``. Three differences are folded into the 
 - The weights of an RMSNorm are shared by the heads: here each head has its own copy.
 - YaRN's attention factor multiplies their rotated queries and keys: here the projections, or the norms after them.
 
-Blocks that are complete after a prompt are rotated at their first position, as in the training of these gates. Those that new
-tokens complete are so here, too, while the authors' code rotates them at their last one.
+Blocks that are complete after a prompt are rotated at their first position, as in the training of these gates. The authors'
+code rotates those that new tokens complete at the position of the token that does, the last one (since the repair of their
+issue 37), and so do imported gates, unless ``finished_at="first"``.
 """
 
 import re
@@ -24,7 +25,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.attn_gate import AttnGate
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate, Finished
 from msattn.trainer.methods.gate.official.files import POOLING, check_family, read_weights, rotation_factor
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
@@ -58,7 +59,9 @@ def describes(document: Mapping[str, Any]) -> bool:
     return "seerattn_gate_type" not in document and any(key in document for key in OF_DECODING)
 
 
-def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[DecodeGate, dict[str, Any], str]:
+def read(
+    files: ModelFiles, config: "PretrainedConfig", finished_at: Finished = "last"
+) -> tuple[DecodeGate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
 
     Raises
@@ -66,7 +69,7 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[DecodeGate, dic
     UserError : the files are damaged, or the gates compute something else than ours.
     """
     official, cfg = _read_config(files)
-    gate = DecodeGate.build(config, cfg)
+    gate = DecodeGate.build(config, cfg, finished_at)
     hidden, pooling, size = official.seerattn_gate_hidden_size, official.seerattn_q_head_pooling_type, gate.shape.head_dim
     if pooling == "Qavg" and hidden != size:
         raise UserError(f"{files.name}: seerattn_gate_hidden_size={hidden}: with Qavg it is the head size, {size}")
