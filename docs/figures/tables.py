@@ -133,8 +133,39 @@ SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", 
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
+# Of a comparison by trainer/recipes/comparison.py, once its file is here.
+COMPARED = rows("comparison") if (FOLDER / "comparison.csv").exists() else []
+COMPARED_BY = {  # title and form of a task's number
+    "perplexity": ("perplexity over dense", ".4f", RATIO),
+    "ruler": ("RULER (%)", ".1%", SCORE),
+    "leval": ("likelihood of expected answers over dense", ".3f", RATIO),
+}
+
+
+def comparison(model: str, task: str) -> Table:
+    """Returns the table of a task of a comparison: lines by method, policy and sparsity, columns by length."""
+    found = [row for row in COMPARED if (row["model"], row["task"]) == (model, task)]
+    keys = ("method", "select", "setting")
+    lines = {"|".join(row[key] for key in keys): {key: row[key] for key in keys} for row in found}
+    lengths = tuple(dict.fromkeys(row["length"] for row in found))
+    title, form, numbers = COMPARED_BY[task]
+    columns = []
+    for place, x in enumerate(lengths):
+        head = f"{int(x):,} tokens" if place else f"{title}, {int(x):,} tokens"
+        columns += [Cell(head, form, *numbers, length=x), Cell("read (%)", ".1%", "selectivity", length=x)]
+    if task == "perplexity":
+        columns += [
+            Cell(f"KL, {int(x):,} tokens", ".3f", "kl_divergence", length=x),
+            Cell("same top token (%)", ".1%", "same_top", length=x),
+        ]
+    return Table("comparison", "blocks chosen by|policy|asked for", lines, columns, model=model, task=task)
+
 
 TABLES = {
+    **{
+        f"comparison-{model}-{task}": comparison(model, task)
+        for model, task in dict.fromkeys((row["model"], row["task"]) for row in COMPARED)
+    },
     "first-token": Table(
         "speed",
         "tokens",

@@ -42,6 +42,11 @@ class PartialRows:
         notes = (self._parts.load(name)[1] for name in self._parts)
         self._rows = {key: [_row(each) for each in rows] for key, rows in notes}
 
+    @classmethod
+    def read(cls, path: Path) -> "PartialRows":
+        """Returns the rows of a file, whatever its settings."""
+        return cls(path, next(iter(_lines(path)), {}), resume=True)
+
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
 

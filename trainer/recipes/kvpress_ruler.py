@@ -18,6 +18,7 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,11 @@ def write_prompts(path: Path, overrides: Sequence[str]) -> None:
 
 def write_answers(args: Namespace) -> None:
     """Appends the answer of each press at each share to each prompt, as JSON lines; kvpress and transformers do all of it."""
-    import kvpress  # pyrefly: ignore[missing-import]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    kvpress = import_module("kvpress")  # no dependency of msattn
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()

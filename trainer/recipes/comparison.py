@@ -1,0 +1,203 @@
+"""One comparison of block selections: gates and every method without training, at the same sparsities on the same samples.
+
+    python -m msattn.trainer.recipes.comparison OUT OVERRIDES --lengths 2048 4096 8192 --gates outputs/smollm2/*/gate
+
+OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
+``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
+are measured for each method under each policy. Several processes on one device share the work: dense attention first, with
+whose rows all others are compared, then a method under a policy at a time. What is measured is kept in ``OUT/<model>``, and
+the same command continues after an interruption.
+
+``OUT/comparison.csv`` holds the rows of all models whose comparisons have ended there: ``model``, ``select``, and the
+columns of ``msattn eval``. Rows of gates, named by the folder of their run, also have the paired difference to the best
+method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 % interval. With this
+file in docs/figures, ``python docs/figures/draw.py`` fills the tables ``comparison-<model>-<task>`` of a document.
+"""
+
+import csv
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer import models
+from msattn.trainer.artifacts import check_model
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.config.select import BASELINES
+from msattn.trainer.errors import run_program
+from msattn.trainer.evaluate.calibration import calibrate_selections
+from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
+from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
+from msattn.trainer.evaluate.row import EvalRow, flat
+from msattn.trainer.evaluate.task import record, task_module
+from msattn.trainer.methods.base import DENSE
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.progress import Progress
+from msattn.trainer.recipes import argument_parser
+from msattn.trainer.storage.replace import write_table
+
+POLICIES = ("calibrated", "topk")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The work of a process at a time: a method under a policy, or a task of dense attention at one length."""
+
+    name: str
+    out: Path
+    overrides: tuple[str, ...]
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...]
+    policy: str = POLICIES[0]
+    baseline: str | None = None
+    gate: Path | None = None
+    dense: tuple[Path, ...] = ()  # files of the rows of dense attention
+
+
+@cache
+def _loaded(overrides: tuple[str, ...]) -> Any:
+    """Returns the model, which a process loads once."""
+    cfg: Any = compose("eval", overrides)
+    return models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+
+
+def _configured(part: Part, length: int) -> Any:
+    """Returns the configuration of ``msattn eval`` for a part at a length."""
+    sizes = [f"eval.perplexity.length={length}", *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval"))]
+    longest = f"data.seq_len={max(part.lengths)}"  # on which thresholds are calibrated
+    tasks = f"eval.tasks=[{','.join(part.tasks)}]"
+    return compose("eval", [longest, *sizes, "eval.routers=[]", *part.overrides, tasks, f"select={part.policy}"])
+
+
+def measure(part: Part) -> list[EvalRow]:
+    """Returns the rows of a part, those that a killed run has kept included; runs in a process of its own."""
+    loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
+    methods = calibrate_selections(ComparedMethods(_methods(part, cfg, loaded), []), cfg, loaded)
+    kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
+    if kept.get("done") is None:
+        for row in (row for path in part.dense for row in _rows_of(path)):
+            key = row.task, row.extra["length"], row.method, row.setting
+            if kept.get(*key) is None:
+                kept.add([row], *key)
+        for length in part.lengths:
+            job = Job(loaded, _configured(part, length), methods, Progress(), kept)
+            with job.progress:
+                for task in part.tasks:
+                    found = task_module(task).run(job)
+                    if task == "perplexity" and not methods.block_selections:  # which keeps no row of dense attention
+                        kept.add(found, task, length, DENSE, "")
+        kept.add([], "done")
+    return [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.baseline is None and part.gate is None)]
+
+
+def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
+    if part.gate is not None:
+        gate = Gate.load(part.gate)
+        assert gate.artifact is not None
+        check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
+        method = gate.scorer.method.of(source=part.gate.resolve().parent.name)
+        return [BlockSelectionMethod(method, replace(cfg.select, scores="gate"), gate.to(loaded.model.device))]
+    if part.baseline is not None:
+        return [BlockSelectionMethod(untrained_method(part.baseline).scorer.method, replace(cfg.select, scores=part.baseline))]
+    return []
+
+
+def _rows_of(path: Path) -> list[EvalRow]:
+    return PartialRows.read(path).of_other_tasks(())
+
+
+def parts_of(
+    folder: Path, lengths: Sequence[int], gates: Sequence[Path], baselines: Sequence[str], overrides: Sequence[str]
+) -> tuple[list[Part], list[Part]]:
+    """Returns the parts of dense attention, and those of the methods, which need the rows of the former."""
+    cfg: Any = compose("eval", overrides)
+    tasks = ("perplexity", "ruler", *["leval"] * (cfg.eval.leval.path is not None))
+
+    def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:
+        return Part(name, folder / f"{name}.jsonl", tuple(overrides), tuple(lengths), tasks, **fields)
+
+    dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
+    methods: list[tuple[str, dict[str, Any]]] = [
+        *((f"gate-{path.resolve().parent.name}", {"gate": path}) for path in gates),
+        *((name, {"baseline": name}) for name in baselines),
+    ]
+    needed = tuple(each.out for each in dense if each.tasks != ("perplexity",))
+    return dense, [
+        part(f"{policy}-{name}", tasks, lengths, policy=policy, dense=needed, **method)
+        for policy in POLICIES
+        for name, method in methods
+    ]
+
+
+def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str, EvalRow]]:
+    """Yields rows with their policies, those of gates with the paired difference to the best row without training."""
+    for policy, row in rows:
+        quality = record(row.task).quality
+        peers = [
+            other
+            for other_policy, other in rows
+            if (other_policy, other.task, other.setting) == (policy, row.task, row.setting)
+            and other.extra["length"] == row.extra["length"]
+            and other.method.servable
+            and not (other.method.trained or other.method.is_dense)
+        ]
+        if not row.method.trained or not peers or quality is None:
+            yield policy, row
+            continue
+        best = max(peers, key=lambda each: quality.better * quality.value(each))
+        difference, bounds = quality.difference(row, best)
+        found = {"best_untrained": str(best.method), "over_best": difference, "over_best_interval": bounds}
+        yield policy, replace(row, extra=row.extra | found)
+
+
+def write_rows(out: Path, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
+    """Writes the table of a model, and that of all models in ``out``."""
+    lines = [{"model": model, "select": policy} | flat([row])[0] for policy, row in with_differences(rows)]
+    write_table(out / f"{model}.csv", lines)
+    tables = sorted(path for path in out.glob("*.csv") if path.stem != "comparison")
+    written: list[dict[str, Any]] = []
+    for path in tables:
+        with path.open(newline="", encoding="utf-8") as file:
+            written += csv.DictReader(file)
+    write_table(out / "comparison.csv", written)
+
+
+def _to_file(folder: Path) -> None:
+    """Sends what a process prints, such as its progress, to a file."""
+    log = (folder / f"process-{os.getpid()}.log").open("w", buffering=1, encoding="utf-8")
+    sys.stdout = sys.stderr = log
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    parser = argument_parser("comparison", "Compare block selections on one model.")
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
+    parser.add_argument("--lengths", nargs="+", type=int, required=True, help="tokens of chunks and prompts")
+    parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
+    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
+    parser.add_argument("--processes", type=int, default=7, help="processes on the device")
+    args = parser.parse_args(arguments)
+    cfg: Any = compose("eval", args.overrides)
+    folder = args.out / cfg.model.name
+    folder.mkdir(parents=True, exist_ok=True)
+    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides)
+    rows: list[tuple[str, EvalRow]] = []
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, spawn, initializer=_to_file, initargs=(folder,)) as pool:
+        for parts in (dense, sparse):
+            for part, found in zip(parts, pool.map(measure, parts), strict=True):
+                rows += [("" if row.method.is_dense else part.policy, row) for row in found]
+                print(f"{part.name}: {len(found)} rows", flush=True)
+    write_rows(args.out, cfg.model.name, rows)
+    print(args.out / "comparison.csv")
+
+
+if __name__ == "__main__":
+    run_program(main)
