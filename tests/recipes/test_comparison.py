@@ -43,9 +43,9 @@ def test_gates_are_compared_with_the_best_method_without_training() -> None:
     assert all("over_best" not in each for number, each in enumerate(found) if number not in (1, 7))
 
 
-def test_the_table_holds_all_models_of_the_folder(tmp_path: Path) -> None:
+def test_the_table_holds_all_runs_of_the_folder(tmp_path: Path) -> None:
     for model, score in (("one", 0.5), ("two", 0.7), ("one", 0.6)):
-        write_rows(tmp_path, model, [("", row(DENSE, [score], "")), ("topk", row(GATE, [score]))])
+        write_rows(tmp_path, f"{model}-512", model, [("", row(DENSE, [score], "")), ("topk", row(GATE, [score]))])
     lines = [*csv.DictReader((tmp_path / "comparison.csv").open())]
     found = [(each["model"], each["select"], each["method"], each["score"]) for each in lines]
     assert found[:2] == [("one", "", "dense", "0.6"), ("one", "topk", "gate", "0.6")]
@@ -80,7 +80,7 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
     lines = [*csv.DictReader(table.splitlines())]
     assert len(lines) == 3 + 2 * 2 * 3
     assert {each["best_untrained"] for each in lines} == {"", "quest"}
-    kept = tmp_path / "out" / "tiny" / "topk-quest.jsonl"
+    kept = tmp_path / "out" / "tiny-400" / "topk-quest.jsonl"
     kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:-2]))  # as if it was killed at the last task
     (tmp_path / "out" / "comparison.csv").unlink()
     main(arguments)

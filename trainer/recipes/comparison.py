@@ -5,13 +5,13 @@
 OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
 ``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
 are measured for each method under each policy. Several processes on one device share the work: dense attention first, with
-whose rows all others are compared, then a method under a policy at a time. What is measured is kept in ``OUT/<model>``, and
-the same command continues after an interruption.
+whose rows all others are compared, then a method under a policy at a time. What is measured is kept in
+``OUT/<model>-<lengths>``, and the same command continues after an interruption.
 
-``OUT/comparison.csv`` holds the rows of all models whose comparisons have ended there: ``model``, ``select``, and the
-columns of ``msattn eval``. Rows of gates, named by the folder of their run, also have the paired difference to the best
-method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 % interval. With this
-file in docs/figures, ``python docs/figures/draw.py`` fills the tables ``comparison-<model>-<task>`` of a document.
+``OUT/comparison.csv`` holds the rows of all models and lengths whose comparisons have ended there: ``model``, ``select``,
+and the columns of ``msattn eval``. Rows of gates, named by the folder of their run, also have the paired difference to the
+best method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 % interval. With
+this file in docs/figures, ``python docs/figures/draw.py`` fills the tables ``comparison-<model>-<task>`` of a document.
 """
 
 import csv
@@ -81,7 +81,7 @@ def measure(part: Part) -> list[EvalRow]:
     methods = calibrate_selections(ComparedMethods(_methods(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
     if kept.get("done") is None:
-        for row in (row for path in part.dense for row in _rows_of(path)):
+        for row in (row for path in part.dense for row in PartialRows.read(path)):
             key = row.task, row.extra["length"], row.method, row.setting
             if kept.get(*key) is None:
                 kept.add([row], *key)
@@ -106,10 +106,6 @@ def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
     if part.baseline is not None:
         return [BlockSelectionMethod(untrained_method(part.baseline).scorer.method, replace(cfg.select, scores=part.baseline))]
     return []
-
-
-def _rows_of(path: Path) -> list[EvalRow]:
-    return PartialRows.read(path).of_other_tasks(())
 
 
 def parts_of(
@@ -156,10 +152,10 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
         yield policy, replace(row, extra=row.extra | found)
 
 
-def write_rows(out: Path, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
-    """Writes the table of a model, and that of all models in ``out``."""
+def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
+    """Writes the table of a run, and that of all runs in ``out``."""
     lines = [{"model": model, "select": policy} | flat([row])[0] for policy, row in with_differences(rows)]
-    write_table(out / f"{model}.csv", lines)
+    write_table(out / f"{run}.csv", lines)
     tables = sorted(path for path in out.glob("*.csv") if path.stem != "comparison")
     written: list[dict[str, Any]] = []
     for path in tables:
@@ -185,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=7, help="processes on the device")
     args = parser.parse_args(arguments)
     cfg: Any = compose("eval", args.overrides)
-    folder = args.out / cfg.model.name
+    run = "-".join([cfg.model.name, *map(str, args.lengths)])
+    folder = args.out / run
     folder.mkdir(parents=True, exist_ok=True)
     dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides)
     rows: list[tuple[str, EvalRow]] = []
@@ -195,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for part, found in zip(parts, pool.map(measure, parts), strict=True):
                 rows += [("" if row.method.is_dense else part.policy, row) for row in found]
                 print(f"{part.name}: {len(found)} rows", flush=True)
-    write_rows(args.out, cfg.model.name, rows)
+    write_rows(args.out, run, cfg.model.name, rows)
     print(args.out / "comparison.csv")
 
 

@@ -293,7 +293,7 @@ class BlockLayer(BucketLayer):
     def summaries(self) -> Tensor | None:
         return self._summaries.memory if self.indexed else None
 
-    def assign(self, router: Router | BlockRouter, x: LayerInputs, rotation: Rotation | None = None) -> None:
+    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
         if self.indexed == 0 or x.k_nope.shape[2] > MAX_ROUTED_TOKENS:
             self._prompt_keys = self.get_seq_length()
         super().assign(router, x, rotation)
