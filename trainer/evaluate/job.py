@@ -42,11 +42,6 @@ class PartialRows:
         notes = (self._parts.load(name)[1] for name in self._parts)
         self._rows = {key: [_row(each) for each in rows] for key, rows in notes}
 
-    @staticmethod
-    def read(path: Path) -> list[EvalRow]:
-        """Returns the rows of a file that another process may read, too, whatever its settings."""
-        return [_row(each) for line in _lines(path)[1:] for each in line["rows"]]
-
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
 

@@ -57,7 +57,7 @@ class Part:
     policy: str = POLICIES[0]
     baseline: str | None = None
     gate: Path | None = None
-    dense: tuple[Path, ...] = ()  # files of the rows of dense attention
+    dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
 
 @cache
@@ -81,7 +81,7 @@ def measure(part: Part) -> list[EvalRow]:
     methods = calibrate_selections(ComparedMethods(_methods(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
     if kept.get("done") is None:
-        for row in (row for path in part.dense for row in PartialRows.read(path)):
+        for row in part.dense:
             key = row.task, row.extra["length"], row.method, row.setting
             if kept.get(*key) is None:
                 kept.add([row], *key)
@@ -111,23 +111,20 @@ def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
 def parts_of(
     folder: Path, lengths: Sequence[int], gates: Sequence[Path], baselines: Sequence[str], overrides: Sequence[str]
 ) -> tuple[list[Part], list[Part]]:
-    """Returns the parts of dense attention, and those of the methods, which need the rows of the former."""
+    """Returns the parts of dense attention, and those of the methods."""
     cfg: Any = compose("eval", overrides)
     tasks = ("perplexity", "ruler", *["leval"] * (cfg.eval.leval.path is not None))
 
     def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:
-        return Part(name, folder / f"{name}.jsonl", tuple(overrides), tuple(lengths), tasks, **fields)
+        return Part(name, folder / name, tuple(overrides), tuple(lengths), tasks, **fields)
 
     dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
     methods: list[tuple[str, dict[str, Any]]] = [
         *((f"gate-{path.resolve().parent.name}", {"gate": path}) for path in gates),
         *((name, {"baseline": name}) for name in baselines),
     ]
-    needed = tuple(each.out for each in dense if each.tasks != ("perplexity",))
     return dense, [
-        part(f"{policy}-{name}", tasks, lengths, policy=policy, dense=needed, **method)
-        for policy in POLICIES
-        for name, method in methods
+        part(f"{policy}-{name}", tasks, lengths, policy=policy, **method) for policy in POLICIES for name, method in methods
     ]
 
 
@@ -189,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, spawn, initializer=_to_file, initargs=(folder,)) as pool:
         for parts in (dense, sparse):
-            for part, found in zip(parts, pool.map(measure, parts), strict=True):
+            measured = tuple(row for _, row in rows)
+            given = [replace(part, dense=measured) for part in parts]
+            for part, found in zip(parts, pool.map(measure, given), strict=True):
                 rows += [("" if row.method.is_dense else part.policy, row) for row in found]
                 print(f"{part.name}: {len(found)} rows", flush=True)
     write_rows(args.out, run, cfg.model.name, rows)
