@@ -40,7 +40,7 @@ SHAPES = [  # queries, keys, left padding
     (30, 61, [0, 40, 50]),
 ]
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
-BASELINES = [untrained_method(name).scorer for name in SCORES[1:] if name != "a_shape"]
+BASELINES = [untrained_method(name).scorer for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
 
 
 def layer_inputs(

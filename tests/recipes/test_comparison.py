@@ -56,7 +56,8 @@ def test_parts_of_a_comparison(tmp_path: Path) -> None:
     dense, sparse = parts_of(tmp_path, [512, 1024], [tmp_path / "mass" / "gate"], ["quest"], ["model=tiny"])
     tasks = "perplexity", "ruler"
     assert [part.name for part in dense] == [f"dense-{task}-{length}" for task in tasks for length in (512, 1024)]
-    assert [part.name for part in sparse] == ["calibrated-gate-mass", "calibrated-quest", "topk-gate-mass", "topk-quest"]
+    methods = "gate-mass", "gate_question-mass", "quest"
+    assert [part.name for part in sparse] == [f"{policy}-{name}" for policy in ("calibrated", "topk") for name in methods]
     assert {part.tasks for part in sparse} == {tasks}
 
 
@@ -77,7 +78,7 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
     main(arguments)
     table = (tmp_path / "out" / "comparison.csv").read_text()
     lines = [*csv.DictReader(table.splitlines())]
-    assert len(lines) == 3 + 2 * 2 * 3
+    assert len(lines) == 3 + 2 * 3 * 3
     assert {each["best_untrained"] for each in lines} == {"", "quest"}
     kept = sorted(
         (tmp_path / "out" / "tiny-400" / "topk-quest").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns

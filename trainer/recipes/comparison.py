@@ -28,7 +28,7 @@ from typing import Any
 from msattn.trainer import models
 from msattn.trainer.artifacts import check_model
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config.select import BASELINES
+from msattn.trainer.config.select import BASELINES, GATE_SCORES
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.calibration import calibrate_selections
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
@@ -57,6 +57,7 @@ class Part:
     policy: str = POLICIES[0]
     baseline: str | None = None
     gate: Path | None = None
+    scores: str = "gate"  # of the gate
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
 
@@ -101,8 +102,8 @@ def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
         gate = Gate.load(part.gate)
         assert gate.artifact is not None
         check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
-        method = gate.scorer.method.of(source=part.gate.resolve().parent.name)
-        return [BlockSelectionMethod(method, replace(cfg.select, scores="gate"), gate.to(loaded.model.device))]
+        method = gate.scorer(part.scores).method.of(source=part.gate.resolve().parent.name)
+        return [BlockSelectionMethod(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
     if part.baseline is not None:
         return [BlockSelectionMethod(untrained_method(part.baseline).scorer.method, replace(cfg.select, scores=part.baseline))]
     return []
@@ -120,7 +121,11 @@ def parts_of(
 
     dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
     methods: list[tuple[str, dict[str, Any]]] = [
-        *((f"gate-{path.resolve().parent.name}", {"gate": path}) for path in gates),
+        *(
+            (f"{scores}-{path.resolve().parent.name}", {"gate": path, "scores": scores})
+            for path in gates
+            for scores in GATE_SCORES
+        ),
         *((name, {"baseline": name}) for name in baselines),
     ]
     return dense, [
