@@ -147,7 +147,7 @@ class LevalConfig:
     max_new_tokens: NewTokens = key("longest generated answer", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
-    keys: list[KeyShare] = key(KEYS, default=[])
+    keys: list[ShareOfKeys] = key(KEYS, default=[])
 
 
 @schema("eval.harness.")
