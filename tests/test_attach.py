@@ -120,6 +120,7 @@ def test_stats_of_prefill_and_decoding(model: Any) -> None:
         stats = sparse.stats()
     kept = sum(min(row, max(3, round(0.4 * row))) for row in range(1, 11))  # sink, local and diagonal blocks at least
     assert stats["sparsity"] == pytest.approx(1 - kept / 55)
+    assert stats["sparsity_by_layer"] == pytest.approx(dict.fromkeys(range(LAYERS), 1 - kept / 55))
     assert 0.4 < stats["recall"] < 1
     assert stats["selectivity"] is None
     assert stats["dense_fallbacks"] == 0  # decoding has no router
@@ -259,3 +260,4 @@ def test_stats_print_in_a_line() -> None:
     assert isinstance(stats, dict)
     assert f"{stats}" == "sparsity 0"
     assert repr(SparseStats(stats | {"dense_by_choice": 3, "recall": 0.98765})) == "sparsity 0, recall 0.988, dense_by_choice 3"
+    assert repr(SparseStats(sparsity_by_layer={0: 0.5, 1: 0.75})) == "sparsity_by_layer 0.5 to 0.75"

@@ -211,12 +211,12 @@ class PagedAttention:
             for item in prompts.items:
                 sequence = self._sequence(x, current, item)
                 chosen.append(self.selection.blocks(sequence))
-                self.statistics.add("sparsity", sparsity(chosen[-1], self.selection.candidates(sequence)))
+                self.statistics.add_sparsity(x.layer, sparsity(chosen[-1], self.selection.candidates(sequence)))
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         elif self.selection is not None:
             for item in prompts.items:
                 self.statistics.count(self._way(current.state, item))
-                self.statistics.add("sparsity", 0.0)
+                self.statistics.add_sparsity(x.layer, 0.0)
         cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,

@@ -47,6 +47,7 @@ class Sparse(NotCopied):
             A dict that prints in one line.
             ``sparsity``: share of the causally visible blocks that passes over several tokens did not read (a block at zoom z
             counts as 1 / z of a block), 0 in a dense pass; None without a selection.
+            ``sparsity_by_layer``: the same for each layer, by its number. They differ where a threshold serves all layers.
             ``selectivity``: keys that single tokens read in the routed layers, which are those without ``dense_layers``, over
             the keys that are visible there; dense passes included. None without a router.
             ``prefill_recall``, ``decode_recall``: share of the attention mass in what sparse passes read (with
@@ -62,8 +63,10 @@ class Sparse(NotCopied):
         """
         prefill, decoding = self.statistics.mean("prefill_recall"), self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
+        mean, by_layer = self.statistics.sparsity()
         return SparseStats(
-            sparsity=self.statistics.mean("sparsity"),
+            sparsity=mean,
+            sparsity_by_layer=by_layer,
             selectivity=self.statistics.share_of_keys(),
             recall=sum(measured) / len(measured) if measured else None,
             prefill_recall=prefill,
@@ -127,14 +130,14 @@ class Sparse(NotCopied):
             return self._selected_attention(prompt, self.selection)
         if way is not Way.DENSE:
             self.statistics.count(way)
-            self.statistics.add("sparsity", 0.0)
+            self.statistics.add_sparsity(x.layer, 0.0)
         return self._dense_attention(x)
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor:
         """Returns the attention of a prompt over selected blocks."""
         with torch.no_grad(), self.statistics.timed("selection"):
             chosen = selection.blocks(x)
-            self.statistics.add("sparsity", sparsity(chosen, selection.candidates(x)))
+            self.statistics.add_sparsity(x.layer, sparsity(chosen, selection.candidates(x)))
         with self.statistics.timed("attention"):
             out, lse = selected_attention(x, chosen, selection.block_size)
         if self.measure_recall:

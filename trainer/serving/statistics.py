@@ -11,14 +11,23 @@ from torch import Tensor
 
 from msattn.trainer.models.timing import PhaseTimer
 
+OF_LAYER = "sparsity of layer "
+
 
 class SparseStats(dict[str, Any]):
     """The dict of :meth:`msattn.trainer.serving.sparse.Sparse.stats`, which prints in one line what was measured or counted."""
 
     def __repr__(self) -> str:
-        measured = {name: value for name, value in self.items() if isinstance(value, float) or value}
-        shown = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in measured.items()]
+        shown = [f"{name} {text}" for name, value in self.items() if (text := _shown(value))]
         return ", ".join(shown) or "no pass was counted"
+
+
+def _shown(value: Any) -> str:
+    """Returns a value in a few digits, the range of several that differ, and nothing for None and 0 times."""
+    if isinstance(value, dict):
+        low, high = (f"{each(value.values()):.3g}" for each in (min, max))
+        return "" if low == high else f"{low} to {high}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value or "")
 
 
 class Statistics:
@@ -47,6 +56,20 @@ class Statistics:
             if isinstance(total, Tensor) and isinstance(mean, Tensor):
                 mean = mean.to(total.device)
             self._sums[name] = total + mean
+
+    def add_sparsity(self, layer: int, value: Tensor | float) -> None:
+        """Adds the share of the blocks that a pass did not read in a layer, or the shares of several sequences."""
+        self.add(f"{OF_LAYER}{layer}", value)
+
+    def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
+        """Returns the mean over layers and passes, and that of each layer by its number; None without such passes."""
+        with self._lock:
+            names = sorted((name for name in self._sums if name.startswith(OF_LAYER)), key=lambda name: (len(name), name))
+            found = [(int(name.removeprefix(OF_LAYER)), float(self._sums[name]), self._counts[name]) for name in names]
+        if not found:
+            return None, None
+        total = sum(value for _, value, _ in found) / sum(count for *_, count in found)
+        return total, {layer: value / count for layer, value, count in found}
 
     def count(self, name: str, times: int = 1) -> None:
         """Counts ``name`` that many times."""

@@ -234,9 +234,9 @@ class Gate(GateArtifact):
             If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
-        stored = artifact.manifest["details"]
+        stored = dict(artifact.manifest["details"])
         if isinstance(stored.get("gate"), dict):
-            stored["gate"].setdefault("target", "max")  # of gates before version 0.2
+            stored["gate"] = {"target": "max"} | stored["gate"]  # which gates before version 0.2 do not record
         details = checked(stored, GateDetails, f"artifact {path}: details")
         thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
         if isinstance(thresholds, FixedThresholds):
