@@ -47,7 +47,7 @@ def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
         embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
         stats = sparse.stats()
     assert 0.2 < stats["sparsity"] < 0.95
-    assert 0.13 < stats["selectivity"] < 0.9
+    assert 0.15 < stats["selectivity"] < 0.9
     assert stats["dense_fallbacks"] == 0
     assert isinstance(msattn.load(SHIPPED / "kmeans"), KMeans)
 
@@ -60,13 +60,11 @@ def served(sparse: Sparse) -> tuple[int, int, int, frozenset[int]]:
 @pytest.mark.slow
 def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
     with msattn.attach(embedded, qmodel="embedded") as sparse:
-        assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
-        assert sparse.routed is not None
-        assert isinstance(sparse.routed.budget, KeyShare)
-        assert sparse.routed.budget.share == 2 / 64  # of the recorded number of probes
+        assert served(sparse) == (2, 256, 1, {1, 2, 3, 4, 5})
     with msattn.attach(embedded, qmodel="embedded", probes=5, dense_layers=()) as sparse:
         assert served(sparse) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
     with msattn.attach(embedded, qmodel="embedded", keys=0.02) as sparse:
+        assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
         assert sparse.routed is not None
         assert isinstance(sparse.routed.budget, KeyShare)
         assert 1 < sparse.routed.budget.density < 20

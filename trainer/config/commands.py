@@ -266,8 +266,7 @@ class ReadOptions:
 
     probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
     keys: ShareOfKeys | None = key(
-        "mean share of the keys outside the dense window that decoded queries read, e.g. 0.05; null: with a calibrated query "
-        "classifier and without probes, the share that the recorded number of probes would be of all buckets",
+        "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05",
         default=None,
     )
     recent: Tokens | None = key("last keys that are always read, in tokens; null: as recorded with the artifact", default=None)

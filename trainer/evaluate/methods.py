@@ -30,7 +30,7 @@ from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS
-from msattn.trainer.serving.reads import default_share, serving_numbers
+from msattn.trainer.serving.reads import serving_numbers
 
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
@@ -106,11 +106,8 @@ class BucketRoutingMethod:
     def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the router with the configured numbers, else those that its artifact records."""
         defaults = decode_defaults(cfg.model.presets, router.num_buckets)
-        numbers = serving_numbers(router, cfg.routing, defaults)
         keys = cfg.keys if isinstance(router, PREDICTING) else None
-        if keys is None and cfg.probes is None:
-            keys = default_share(router, numbers["probes"])
-        return cls(method, router, **numbers, keys=keys)
+        return cls(method, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
         """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""

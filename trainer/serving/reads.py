@@ -57,14 +57,12 @@ def serving_numbers(router: Router, given: Mapping[str, Any], defaults: Mapping[
 
 
 def _budget(router: Router, options: AttachOptions, probes: int) -> Budget:
-    """Returns the budget by ``threshold``, ``keys``, ``probes`` or :func:`default_share`; UserError if it cannot be served."""
+    """Returns the budget by ``threshold``, ``keys`` or, without them, ``probes``; UserError if the router cannot serve it."""
     keys, threshold, buckets = options.keys, options.threshold, router.num_buckets
     if threshold is not None:
         if not isinstance(router, DecodeGate):
             raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
         return Probability(threshold, int(min(1 / threshold, buckets)))  # probabilities sum to 1
-    if keys is None and options.probes is None:
-        keys = default_share(router, probes)
     if keys is None:
         require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets:,}, the number of buckets")
         return Probes(probes)
@@ -81,14 +79,3 @@ def _budget(router: Router, options: AttachOptions, probes: int) -> Budget:
     if router.thresholds is None:
         raise UserError(f"keys={keys:g}: this router has no calibrated thresholds; train it again, or give probes")
     return key_share(router, keys)
-
-
-def default_share(router: Any, probes: int) -> float | None:
-    """Returns the share of the keys in ``probes`` buckets of a mean size, which a calibrated query classifier reads by default.
-
-    None stands for ``probes``: the router predicts no attention, or has no thresholds for this share.
-    """
-    if not isinstance(router, QModel) or router.thresholds is None:
-        return None
-    share, shares = probes / router.num_buckets, router.thresholds["shares"]
-    return share if shares[0] <= share <= shares[-1] else None
