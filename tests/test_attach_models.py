@@ -170,6 +170,7 @@ def test_threads_share_an_attached_model(family: str) -> None:
         together = sparse.stats()
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+    assert together.pop("sparsity_by_layer") == pytest.approx(alone.pop("sparsity_by_layer"))
     assert together == pytest.approx(alone)
 
 

@@ -50,7 +50,7 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """It takes the embedded model, without a download."""
     exec(blocks("README.md", "python")[0], {})
-    assert re.search(r"sparsity 0\.[1-9]\d*, selectivity 0\.[1-9]", capsys.readouterr().out)
+    assert re.search(r"sparsity 0\.[1-9]\d*, sparsity_by_layer 0\.[1-9].*, selectivity 0\.[1-9]", capsys.readouterr().out)
 
 
 @pytest.mark.slow

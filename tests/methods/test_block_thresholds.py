@@ -10,7 +10,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import candidate_blocks
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import SPARSITIES, calibrate_blocks
+from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.a_shape import measure_spans
 from msattn.trainer.methods.untrained.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
@@ -28,7 +28,7 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
         scorer: Scorer = measure_spans(model, chunks, BLOCK)
     else:
         scorer = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK)).scorer
-    table = calibrate_blocks({scores: scorer}, model, chunks)[scores]
+    table = calibrate_blocks({scores: scorer}, model, chunks, allocation=Allocation())[scores]
     select = SelectConfig("calibrated", scores=scores, block_size=BLOCK, sparsity=0.6)
     selection = Selection.from_config(select, scorer=scorer, thresholds=table)
     triangle = [(row, col) for row in range(16, blocks) for col in range(row + 1)]

@@ -2,10 +2,10 @@
 
 Blocks of prompts. Top-k reads the same share in each row of each head. Here top-k reads only a part of that share (its floor),
 and a threshold adds the blocks with a high score: many where attention is flat, few where it is sharp. Gates have one threshold
-for all layers, so that the share is a mean over layers, too; scores of methods without training differ in scale from layer to
-layer, and have one for each (:class:`Allocation`). The threshold that keeps the share depends on the number of visible blocks
-``v`` of a row in two ways: the scores of a row sum to 1, and the blocks that are always read are a larger part of a shorter
-row's share, in some all of it (``v <= above``). It is
+for all layers, so that the share is a mean over layers, too; other scores may differ in scale from layer to layer, and have one
+for each (:class:`Allocation`). The threshold that keeps the share depends on the number of visible blocks ``v`` of a row in two
+ways: the scores of a row sum to 1, and the blocks that are always read are a larger part of a shorter row's share, in some all
+of it (``v <= above``). It is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class MeanPool(UntrainedScorer):
     """Scores blocks by the softmax over products of mean-pooled queries and keys after RoPE; needs no training."""
 
     method: ClassVar = Method("mean_pool", "mean pooling", style={"color": "#56B4E9", "marker": "^"})
+    allocation: ClassVar = Allocation(floor=0.5, pooled=True)
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=self.first_query(x))
