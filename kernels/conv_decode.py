@@ -120,7 +120,11 @@ def launch(
     # Pipeline stages and programs per SM, by the bytes of a head. For 64 columns four programs fit, but three split better.
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
     blocks, concurrent = batch * kv_heads * head_blocks, programs * num_sms(q_window.device)
-    splits = 1 + (
+    taps_width = max(4, triton.next_power_of_2(taps))
+    # fp32 products keep two parts of the weighted queries of four heads in shared memory; where they do not fit, one program
+    # multiplies the queries by every key.
+    streamed = k.element_size() < 4 or taps_width * cols <= 4096
+    splits = 1 + streamed * (
         splits or choose_splits(blocks, concurrent, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
     )
 
@@ -131,8 +135,8 @@ def launch(
         *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
-        BC=max(4, triton.next_power_of_2(taps)), BW=STREAMS, BD=cols, PRECISION=PRECISION,
-        KEY_MASK=mask == "key", num_warps=4, num_stages=stages, **pdl_args(q_window.device),
+        BC=taps_width, BW=STREAMS, BD=cols, PRECISION=PRECISION,
+        KEY_MASK=mask == "key", STREAMED=streamed, num_warps=4, num_stages=stages, **pdl_args(q_window.device),
     )  # fmt: skip
     out = q_window.new_empty((batch, q_heads, 1, head))
     lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
@@ -156,7 +160,7 @@ def _split_conv_decode_kernel(
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr, KEY_MASK: tl.constexpr, PDL: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, KEY_MASK: tl.constexpr, STREAMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes ``part_out [B, Hq, S, D]``, maxima (base 2) and sums of four heads."""
     pdl_wait(PDL)
@@ -168,14 +172,14 @@ def _split_conv_decode_kernel(
     end = tl.minimum(tl.load(kv_len_ptr + batch), num_keys) if kv_len_ptr is not None else num_keys
     oldest = end - WINDOW  # position of the window's first query
     seen = end - 1 if KEY_MASK else oldest  # last key whose scores with all queries count
-    tail = tl.maximum(seen + 1 - (TAPS - 1 - before), start)  # first result that involves a later key
+    tail = tl.maximum(seen + 1 - (TAPS - 1 - before), start) if STREAMED else start  # first result that involves a later key
 
     m_d = tl.arange(0, BD) < HEAD
     q_ptr += batch * stride_qb + kv_head * group * stride_qh
     weight_ptr += kv_head * group * WINDOW * TAPS
     k_ptr += batch * stride_kb + kv_head * stride_kh + tl.arange(0, BD)[None, :] * stride_kd
     v_ptr += batch * stride_vb + kv_head * stride_vh + tl.arange(0, BD)[None, :] * stride_vd
-    if split == 0:
+    if split == 0 or not STREAMED:
         m, l, acc = _tail_keys(
             q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
             group, head_block, before, start, end, oldest, tail, scale2, HEAD, WINDOW, TAPS, BA, BD, PRECISION, KEY_MASK,
@@ -273,7 +277,7 @@ def _tail_keys(
     HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
     KEY_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Processes the results from ``tail`` on, fewer than 64, by one product per tap.
+    """Processes the results from ``tail`` on by one product per tap.
 
     A query contributes only to scores of keys that it sees, with the key mask to all.
     """
@@ -285,21 +289,22 @@ def _tail_keys(
     b_q = tl.load(q_ptrs, mask=m_row[:, None] & m_d[None, :], other=0.0)
     weight_ptrs = weight_ptr + (head * WINDOW + a) * TAPS
 
-    j = tail + tl.arange(0, 64)
-    s = tl.zeros([64, 4], tl.float32)
-    for c in tl.range(0, TAPS):
-        key = j - before + c
-        m_key = (key >= start) & (key < end)
-        b_k = tl.load(k_ptr + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
-        w = tl.load(weight_ptrs + c, mask=m_row, other=0.0).to(tl.float32)
-        each = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [64, 4 * BA]
-        each = tl.where((key[:, None] <= (oldest + a)[None, :]) | KEY_MASK, each * w[None, :], 0.0)
-        s += tl.sum(tl.reshape(each, [64, 4, BA]), 2)
-    live = j < end
-    b_v = tl.load(v_ptr + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
     m = tl.full([4], float("-inf"), tl.float32)
     l, acc = tl.zeros([4, 64], tl.float32), tl.zeros([16, BD], tl.float32)
-    m, l, acc = _softmax_step(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)
+    for first in tl.range(tail, end, 64):
+        j = first + tl.arange(0, 64)
+        s = tl.zeros([64, 4], tl.float32)
+        for c in tl.range(0, TAPS):
+            key = j - before + c
+            m_key = (key >= start) & (key < end)
+            b_k = tl.load(k_ptr + key.to(tl.int64)[:, None] * stride_km, mask=m_key[:, None] & m_d[None, :], other=0.0)
+            w = tl.load(weight_ptrs + c, mask=m_row, other=0.0).to(tl.float32)
+            each = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [64, 4 * BA]
+            each = tl.where((key[:, None] <= (oldest + a)[None, :]) | KEY_MASK, each * w[None, :], 0.0)
+            s += tl.sum(tl.reshape(each, [64, 4, BA]), 2)
+        live = j < end
+        b_v = tl.load(v_ptr + j.to(tl.int64)[:, None] * stride_vm, mask=live[:, None] & m_d[None, :], other=0.0)
+        m, l, acc = _softmax_step(tl.trans(s), live, b_v, m, l, acc, scale2, 64, PRECISION)
     return m, tl.sum(l, 1), acc
 
 

@@ -28,7 +28,7 @@ from tests.kernels.problems import random_buckets
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
-FURTHER_HEADS = {80: (("bfloat16", 256),), 90: (("float32", 64), ("float16", 64))}
+FURTHER_HEADS = {80: (("bfloat16", 256),), 90: (("float32", 64), ("float32", 256), ("float16", 64))}
 CAPS = (None, 30.0)
 PARTS = 3  # processes
 Variant = TypeVar("Variant")
