@@ -1,12 +1,14 @@
 """Block probabilities of SeerAttention's gate, for inference.
 
     gq_r, gk_c   = rope(W pool(block r or c), position of its first token)
-    scores[r, c] = exp(gq_r . gk_c / sqrt(hidden)) / sum over the visible c' of exp(gq_r . gk_c' / sqrt(hidden))
+    mq_r, mk_c   = mean(block r or c) after the model's RoPE
+    logit[r, c]  = gq_r . gk_c / sqrt(hidden) + mean_weight mq_r . mk_c
+    scores[r, c] = exp(logit[r, c]) / sum over the visible c' of exp(logit[r, c'])
 
-Inputs are queries and keys before RoPE (section 3.1 of the paper). There are five launches: queries and keys are pooled
-(:mod:`msattn.kernels.common.block_pooling`), then projected and rotated (RoPE). In the last kernel a program owns some rows of
-one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so that logits
-are not stored. Products are three TF32 products each, nearly as accurate as fp32.
+Gates pool queries and keys before RoPE (section 3.1 of the paper); the second term, with ``mean_weight``, is not in the paper.
+Queries and keys are pooled (:mod:`msattn.kernels.common.block_pooling`), then projected and rotated (RoPE). In the last kernel
+a program owns some rows of one head's map and computes their visible logits twice, first for maxima and sums, then to write
+probabilities, so that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
 """
 
 from typing import Any
@@ -36,6 +38,9 @@ def gate_scores(
     k_pool: list[str],
     block_size: int = 64,
     kv_start: Tensor | None = None,
+    q_rope: Tensor | None = None,
+    k_rope: Tensor | None = None,
+    mean_weight: float = 0.0,
     backend: Backend | None = None,
 ) -> Tensor:
     """Computes the gate's causal block probabilities of each row block and gate head.
@@ -59,6 +64,10 @@ def gate_scores(
         Tokens per block: 16, 32, 64 or 128.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence. Blocks and positions are counted from its end.
+    q_rope, k_rope : Tensor, like ``q`` and ``k``, optional
+        Queries and keys after the model's RoPE, both or neither.
+    mean_weight : float
+        Weight of the products of their block means in the logits; the queries' mean is also over the heads of a gate head.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -76,9 +85,9 @@ def gate_scores(
         In the backward pass: a gate is trained through its logits.
     """
     backend = resolve_backend(backend, q)
-    check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start)
-    pools = ",".join(q_pool), ",".join(k_pool)
-    return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, backend)
+    check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope)
+    pools, means = (",".join(q_pool), ",".join(k_pool)), (q_rope, k_rope, mean_weight)
+    return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, *means, backend)
 
 
 def launch(
@@ -91,6 +100,9 @@ def launch(
     k_pool: str,
     block_size: int,
     kv_start: Tensor | None,
+    q_rope: Tensor | None,
+    k_rope: Tensor | None,
+    mean_weight: float,
 ) -> Tensor:
     """Launches the kernels."""
     num_queries, num_keys = q.shape[2], k.shape[2]
@@ -103,10 +115,17 @@ def launch(
     scores = _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size)
     batch, heads, rows, cols = scores.shape
     hidden = gate_q.shape[3]
+    mean_q = mean_k = None
+    if q_rope is not None and k_rope is not None:
+        mean_k = pooling.launch(k_rope, "avg", block_size, kv_start)
+        mean_q = pooling.launch(q_rope, "avg", block_size, first)
+        mean_q = mean_q if len(query_weight) == q.shape[1] else mean_q.unflatten(1, (heads, -1)).mean(2)
+        mean_q *= mean_weight * LOG2_E
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, scores, kv_start, num_queries, num_keys, num_keys - num_queries, rows, cols,
-        HIDDEN=hidden, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(32, padded_head(hidden)),
-        num_warps=4, num_stages=2 if hidden <= 128 else 1,
+        gate_q, gate_k, mean_q, mean_k, scores, kv_start,
+        num_queries, num_keys, num_keys - num_queries, rows, cols, k.shape[1],
+        HIDDEN=hidden, HEAD=0 if mean_k is None else q.shape[3], BLOCK=block_size, ROWS=ROWS, COLS=64,
+        DEPTH=min(32, padded_head(hidden)), num_warps=4, num_stages=2 if hidden <= 128 else 1,
     )  # fmt: skip
     return scores
 
@@ -181,10 +200,10 @@ def _project_kernel(
     tl.store(out_ptr + half, second * scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows", "kv_heads"])
 def _map_kernel(
-    q_ptr, k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, cols,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, cols, kv_heads,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -197,10 +216,13 @@ def _map_kernel(
 
     q_ptr += head * rows * HIDDEN
     k_ptr += head * cols * HIDDEN
+    if HEAD:
+        mean_q_ptr += head * rows * HEAD
+        mean_k_ptr += (b.to(tl.int64) * kv_heads + h * kv_heads // tl.num_programs(0)) * cols * HEAD
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
@@ -210,7 +232,7 @@ def _map_kernel(
 
     scores_ptr += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS)
         c = start + tl.arange(0, COLS)[None, :]
         tl.store(scores_ptr + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
@@ -219,13 +241,23 @@ def _map_kernel(
 
 
 @triton.jit
-def _logits(q_ptr, k_ptr, r, start, end, rows, cols, HIDDEN: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr):
+def _logits(
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """Returns logits of rows ``r`` and COLS columns, -inf from each row's ``end`` on."""
     c = start + tl.arange(0, COLS)
-    s = tl.zeros([r.shape[0], COLS], tl.float32)
-    for first in tl.static_range(0, HIDDEN, DEPTH):
-        d = first + tl.arange(0, DEPTH)[None, :]
-        q = tl.load(q_ptr + r[:, None] * HIDDEN + d, mask=(r < rows)[:, None] & (d < HIDDEN), other=0.0)
-        k = tl.load(k_ptr + c[:, None] * HIDDEN + d, mask=(c < cols)[:, None] & (d < HIDDEN), other=0.0)
-        s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
+    s = _add_products(tl.zeros([r.shape[0], COLS], tl.float32), q_ptr, k_ptr, r, c, rows, cols, HIDDEN, DEPTH)
+    if HEAD:
+        s = _add_products(s, mean_q_ptr, mean_k_ptr, r, c, rows, cols, HEAD, DEPTH)
     return tl.where(c[None, :] < end[:, None], s, float("-inf"))
+
+
+@triton.jit
+def _add_products(s, q_ptr, k_ptr, r, c, rows, cols, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    for first in tl.static_range(0, WIDTH, DEPTH):
+        d = first + tl.arange(0, DEPTH)[None, :]
+        q = tl.load(q_ptr + r[:, None] * WIDTH + d, mask=(r < rows)[:, None] & (d < WIDTH), other=0.0)
+        k = tl.load(k_ptr + c[:, None] * WIDTH + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)
+        s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
+    return s

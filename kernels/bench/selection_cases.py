@@ -27,10 +27,13 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
         "q_pool": ["avg"],
         "k_pool": ["max", "min"],
         "block_size": BLOCK,
+        "q_rope": q,  # of equal size
+        "k_rope": k,
+        "mean_weight": 0.5 * size**-0.5,
     }
     scored = shape.batch * heads * blocks
-    moved = (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
-    work = Work(2 * size * scored * (3 * size + blocks / 2), moved)
+    moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
+    work = Work(2 * size * scored * (3 * size + blocks), moved)
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
     plain = partial(reference.gate_scores, **gate)
     compared = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]

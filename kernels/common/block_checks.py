@@ -77,6 +77,8 @@ def check_gate_scores(
     k_pool: Sequence[str],
     block_size: int,
     kv_start: Tensor | None,
+    q_rope: Tensor | None,
+    k_rope: Tensor | None,
 ) -> None:
     """Checks the arguments of ``gate_scores``; gate heads must share heads evenly."""
     check_qkv(q, k, k)
@@ -95,6 +97,12 @@ def check_gate_scores(
     _check_weight("key_weight", key_weight, dtype, (heads, hidden, len(k_pool) * head_size), q)
     if inv_freq is not None:
         _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
+    for name, x, like in (("q_rope", q_rope, q), ("k_rope", k_rope, k)):
+        if (x is None) != (q_rope is None) or (x is not None and (x.shape, x.dtype) != (like.shape, like.dtype)):
+            found = "None" if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise ValueError(f"{name} is {found}: expected {like.dtype} {tuple(like.shape)}, or None for q_rope and k_rope")
+        if x is not None:
+            check_device(name, x, "q", q)
 
 
 def check_block_softmax(logits: Tensor, visible: Tensor, backend: Backend) -> None:

@@ -22,6 +22,8 @@ CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidde
     "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, [0, 1000], ["avg"], ["avg"]),
 }
 
+WITHOUT_MEANS = ("one gate per query head", "more queries")
+
 
 def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Returns arguments with weights that make rows neither uniform nor one-hot."""
@@ -29,16 +31,18 @@ def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32)
     q, k, _ = testing.random_qkv(1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device)
     widths = heads // gates * len(q_pool) * size, len(k_pool) * size
     weights = [torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5) for width in widths]
+    means = {"q_rope": q.flip(3), "k_rope": k.roll(1, 3), "mean_weight": (block / size) ** 0.5}
     return {
         "q": q, "k": k, "query_weight": weights[0], "key_weight": weights[1],
         "inv_freq": (100.0 ** -(torch.arange(hidden // 2) / (hidden // 2))).to(device),
         "q_pool": q_pool, "k_pool": k_pool, "block_size": block, "kv_start": testing.starts(padding, device),
+        **({} if case in WITHOUT_MEANS else means),
     }  # fmt: skip
 
 
 def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same numbers in fp64; frequencies stay as they are."""
-    double = ("q", "k", "query_weight", "key_weight")
+    double = ("q", "k", "query_weight", "key_weight", "q_rope", "k_rope")
     return {name: x.double() if name in double else x for name, x in arguments.items()}
 
 
@@ -51,7 +55,9 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     block, (gates, hidden, _) = a["block_size"], a["query_weight"].shape
     start = 0 if a["kv_start"] is None else int(a["kv_start"][b])
     k, offset = a["k"][b, :, start:], a["k"].shape[2] - a["q"].shape[2]
-    q, shift = a["q"][b, :, max(start - offset, 0) :], max(offset - start, 0)
+    first, shift = max(start - offset, 0), max(offset - start, 0)
+    q, means = a["q"][b, :, first:], a.get("mean_weight", 0.0)
+    q_rope, k_rope = (a["q_rope"][b, :, first:], a["k_rope"][b, :, start:]) if means else (q, k)
     ways = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
 
     def vector(weight: Tensor, tokens: list[Tensor], names: list[str], i: int, position: int) -> Tensor:
@@ -66,12 +72,16 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     scores = torch.zeros(gates, rows, cols, dtype=torch.float64)
     shared = q.shape[0] // gates
     for h in range(gates):
-        keys = [vector(a["key_weight"][h], [k[h * len(k) // gates]], a["k_pool"], c, c * block) for c in range(cols)]
+        kv_head = h * len(k) // gates
+        keys = [vector(a["key_weight"][h], [k[kv_head]], a["k_pool"], c, c * block) for c in range(cols)]
+        mean_keys = [k_rope[kv_head, c * block : (c + 1) * block].mean(0) for c in range(cols)]
         for r in range(rows):
             ours = list(q[h * shared : (h + 1) * shared])
             query = vector(a["query_weight"][h], ours, a["q_pool"], r, shift + r * block)
             seen = (min(shift + (r + 1) * block, k.shape[1]) - 1) // block + 1
-            scores[h, r, :seen] = (torch.stack(keys[:seen]) @ query / hidden**0.5).softmax(0).cpu()
+            mean_query = q_rope[h * shared : (h + 1) * shared, r * block : (r + 1) * block].mean((0, 1))
+            logits = torch.stack(keys[:seen]) @ query / hidden**0.5 + means * torch.stack(mean_keys[:seen]) @ mean_query
+            scores[h, r, :seen] = logits.softmax(0).cpu()
     return scores
 
 
@@ -115,7 +125,7 @@ def test_operator(backend: Backend, device: str) -> None:
 
     a = random_arguments("padding", device)
     given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
-    arguments = (*given, "avg", "max,min", 16, a["kv_start"], backend)
+    arguments = (*given, "avg", "max,min", 16, a["kv_start"], a["q_rope"], a["k_rope"], a["mean_weight"], backend)
     shared.assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
     with pytest.raises(NotImplementedError, match="no gradient"):
         gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
@@ -133,6 +143,8 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"inv_freq": torch.zeros(16)}, "inv_freq is"),
         ({"block_size": 20}, "block_size=20"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is"),
+        ({"q_rope": torch.zeros(1, 4, 70, 16)}, "k_rope is None"),
+        ({"q_rope": torch.zeros(1, 4, 70, 8), "k_rope": torch.zeros(1, 2, 70, 16)}, "q_rope is"),
     ],
 )
 def test_refuses(change: dict[str, Any], message: str) -> None:

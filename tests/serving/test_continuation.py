@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.config import GateConfig, SelectConfig
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
@@ -148,8 +147,8 @@ def test_pooled_keys_after_cache_operations() -> None:
     seen: list[LayerInputs] = []
     with tap(model, lambda x: seen.append(x) or dense_attention(x)):
         model(ids, attention_mask=mask, position_ids=positions_of(mask))
-    kv_start = seen[0].kv_start
-    expected = pool_blocks(seen[0].k_nope, ["avg", "max", "min"], block_size=BLOCK, start=kv_start)
+    x = seen[0]
+    expected = pool_keys(["avg", "max", "min", "rope"], x.k_nope, x.k, block_size=BLOCK, start=x.kv_start)
 
     def turn(cache: DynamicCache, begin: int, end: int) -> None:
         options = {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, begin:end]}
@@ -169,7 +168,8 @@ def test_pooled_keys_after_cache_operations() -> None:
     (pooled,) = layer.pooled.values()
     pools, complete = pooled.pools, pooled.complete
     assert complete == 77 // BLOCK
-    order = {"avg": 0, "max": 1, "min": 2}
-    parts = expected.unflatten(-1, (3, -1))[:, :, :complete]
+    order = {"avg": 0, "max": 1, "min": 2, "rope": 3}
+    assert pools[-1] == "rope"
+    parts = expected.unflatten(-1, (4, -1))[:, :, :complete]
     wanted = torch.cat([parts[..., order[pool], :] for pool in pools], dim=-1)
     torch.testing.assert_close(pooled.blocks, wanted, rtol=1e-4, atol=1e-4)

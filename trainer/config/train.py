@@ -129,6 +129,11 @@ class GateConfig:
         "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability",
         default="mass",
     )
+    mean_weight: Annotated[Number, Interval(ge=0, le=100)] = key(
+        "prefill: weight of the scores of mean-pooled queries and keys after RoPE, which a trained gate adds to its own before "
+        "the softmax; 0: none, as in the paper",
+        default=0.5,
+    )
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
     skip_rows: TokensOrZero = key("first row blocks that the loss leaves out", default=0)
     queries: Tokens = key("decode: random query positions of each chunk that train the gates", default=1024)
@@ -137,6 +142,11 @@ class GateConfig:
         "decode: last keys of a query that the targets leave out, as decoding always reads them; 0: none, as in the paper",
         default=0,
     )
+
+    @property
+    def pooled_keys(self) -> tuple[str, ...]:
+        """The poolings of keys that a cache keeps; ``rope`` is the mean after RoPE."""
+        return (*self.k_pool, *["rope"] * (self.phase == "prefill" and self.mean_weight > 0))
 
     @property
     def kind(self) -> str:

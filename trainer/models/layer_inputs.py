@@ -26,7 +26,7 @@ class LayerInputs:
     kv_start: Tensor | None  # int32 [B], number of padded positions before each sequence; None without padding
     cache: Any  # of this layer (transformers' ``CacheLayerMixin``), already updated, or None
     positions: Tensor | None = None  # int64 [B or 1, N], of the current tokens in RoPE
-    pooled_keys: Tensor | None = None  # fp32 [B, Hkv, Tc, P], before RoPE of all blocks, for gates after cached tokens
+    pooled_keys: Tensor | None = None  # fp32 [B, Hkv, Tc, P], of all blocks, for gates after cached tokens
     kv_len: Tensor | None = None  # int32 [B], number of filled positions of k and v, if they have free ones
     softcap: float | None = None  # limit of the scores, which become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [Hq], a logit of each query head that takes part in the softmax without a value

@@ -4,7 +4,7 @@
 
 OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
 ``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
-are measured for each method under each policy. Several processes on one device share the work: dense attention first, with
+are measured for each method under each policy. Several processes share the work and the GPUs: dense attention first, with
 whose rows all others are compared, then a method under a policy at a time. What is measured is kept in
 ``OUT/<model>-<lengths>``, and the same command continues after an interruption.
 
@@ -22,8 +22,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from msattn.trainer import models
 from msattn.trainer.artifacts import check_model
@@ -110,7 +113,12 @@ def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
 
 
 def parts_of(
-    folder: Path, lengths: Sequence[int], gates: Sequence[Path], baselines: Sequence[str], overrides: Sequence[str]
+    folder: Path,
+    lengths: Sequence[int],
+    gates: Sequence[Path],
+    baselines: Sequence[str],
+    overrides: Sequence[str],
+    policies: Sequence[str] = POLICIES,
 ) -> tuple[list[Part], list[Part]]:
     """Returns the parts of dense attention, and those of the methods."""
     cfg: Any = compose("eval", overrides)
@@ -129,7 +137,7 @@ def parts_of(
         *((name, {"baseline": name}) for name in baselines),
     ]
     return dense, [
-        part(f"{policy}-{name}", tasks, lengths, policy=policy, **method) for policy in POLICIES for name, method in methods
+        part(f"{policy}-{name}", tasks, lengths, policy=policy, **method) for policy in policies for name, method in methods
     ]
 
 
@@ -166,8 +174,18 @@ def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRo
     write_table(out / "comparison.csv", written)
 
 
-def _to_file(folder: Path) -> None:
-    """Sends what a process prints, such as its progress, to a file."""
+def _gpus() -> list[str | None]:
+    """Returns the names of the visible GPUs, if there are several."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [None] if count < 2 else named.split(",") if named else [*map(str, range(count))]
+
+
+def _start(folder: Path, gpus: Any) -> None:
+    """Gives a process the next GPU, if there are several, and sends what it prints, such as its progress, to a file."""
+    gpu = gpus.get()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses CUDA
     log = (folder / f"process-{os.getpid()}.log").open("w", buffering=1, encoding="utf-8")
     sys.stdout = sys.stderr = log
 
@@ -180,16 +198,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, required=True, help="tokens of chunks and prompts")
     parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
-    parser.add_argument("--processes", type=int, default=7, help="processes on the device")
+    parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
+    parser.add_argument("--processes", type=int, default=7, help="processes, on all GPUs in turn")
     args = parser.parse_args(arguments)
     cfg: Any = compose("eval", args.overrides)
     run = "-".join([cfg.model.name, *map(str, args.lengths)])
     folder = args.out / run
     folder.mkdir(parents=True, exist_ok=True)
-    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides)
+    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, args.policies)
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, spawn, initializer=_to_file, initargs=(folder,)) as pool:
+    gpus = spawn.Queue()
+    for gpu in islice(cycle(_gpus()), args.processes):
+        gpus.put(gpu)
+    with ProcessPoolExecutor(args.processes, spawn, initializer=_start, initargs=(folder, gpus)) as pool:
         for parts in (dense, sparse):
             measured = tuple(row for _, row in rows)
             given = [replace(part, dense=measured) for part in parts]

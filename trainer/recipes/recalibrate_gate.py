@@ -2,9 +2,10 @@
 
 ``python -m msattn.trainer.recipes.recalibrate_gate FOLDER OVERRIDES`` takes the overrides of ``msattn train-gate`` that name
 the model and its training text. It serves gates whose artifacts were written by earlier versions, and comparisons of ways to
-share out the blocks (``--by-layer``, ``--floor``) on copies of an artifact.
+share out the blocks (``--by-layer``, ``--floor``) or to weigh mean-pooled scores (``--mean-weight``) on copies of an artifact.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from msattn.trainer import artifacts, data, models
@@ -24,12 +25,15 @@ def main() -> None:
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
     parser.add_argument("--by-layer", action="store_true", help="a threshold for each layer instead of one for all")
     parser.add_argument("--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads, 0 to 1")
+    parser.add_argument("--mean-weight", type=float, help="the gate.mean_weight that it gets; by default its own")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
     args = parser.parse_args()
     if not 0 <= args.floor <= 1:
         raise UserError(f"--floor={args.floor:g}: accepted are numbers from 0 to 1")
     cfg: Any = compose("train-gate", args.overrides)
     gate = Gate.load(args.folder)
+    if args.mean_weight is not None:
+        gate.cfg = replace(gate.cfg, mean_weight=args.mean_weight)
     assert gate.artifact is not None
     manifest = gate.artifact.manifest
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)

@@ -66,8 +66,12 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
         keys = [k[0, h // group if per_gate == 1 else h]]
         for r in range(blocks):
             gate_q = project(layer.query_weight[h], queries, cfg.q_pool, r)
-            logits = [gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)]
-            scores[h, r, : r + 1] = (torch.stack(logits) / layer.hidden**0.5).softmax(0)
+            logits = torch.stack([gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)])
+            mean_q = x.q[0, h * per_gate : (h + 1) * per_gate, r * BLOCK : (r + 1) * BLOCK].mean((0, 1))
+            key_head = h // group if per_gate == 1 else h
+            mean_k = torch.stack([x.k[0, key_head, c * BLOCK : (c + 1) * BLOCK].mean(0) for c in range(r + 1)])
+            means = cfg.mean_weight * x.scale * (mean_k @ mean_q)
+            scores[h, r, : r + 1] = (logits / layer.hidden**0.5 + means).softmax(0)
     return scores[None]
 
 
@@ -82,6 +86,8 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
         ({"hidden": 24, "heads": "kv"}, 40),
         ({"rope": False}, 71),
         ({"rope": "model"}, 71),
+        ({"mean_weight": 0.0}, 71),
+        ({"mean_weight": 8.0, "heads": "kv"}, 71),
     ],
 )
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Scores of a gate that knows the question: against loops in fp64, padding, chunks, caches, calibration."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.gate import question
-from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
@@ -114,7 +114,7 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
         earlier = replace(x, ends_prompt=False)
         assert torch.equal(QuestionScores(gate)(earlier), gate.scores(x))
         assert not QuestionScores(gate).needs_keys(earlier)
-        pooled = cast(AttnGate, gate.layers[x.layer]).pooled_inputs(x.q_nope, x.k_nope)[1]
+        pooled = pool_keys(gate.cfg.pooled_keys, x.k_nope, x.k, block_size=BLOCK)
         last = {name: getattr(x, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
         chunk = QuestionScores(gate)(replace(x, **last, pooled_keys=pooled))
         torch.testing.assert_close(chunk, QuestionScores(gate)(x)[:, :, 4:], rtol=1e-4, atol=1e-6)

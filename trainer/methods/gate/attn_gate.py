@@ -1,10 +1,12 @@
 """AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention, section 3.1).
 
 In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
-the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks.
+the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With
+``gate.mean_weight`` a trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its own
+before the softmax. Gates learn without them: trained together, they lose what either knows better.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 
 NORM_EPS = 1e-6
+BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # of gates whose artifacts do not record them
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
@@ -163,6 +166,17 @@ class AttnGate(nn.Module):
         return rope.rotate(gate_k, *rope.cos_sin(inv_freq, positions))
 
 
+def pool_keys(pools: Sequence[str], k_nope: Tensor, k: Tensor, *, block_size: int, start: Tensor | None = None) -> Tensor:
+    """Pools blocks of keys before RoPE ``k_nope [B, Hkv, n, D]``, and after it, ``k``, for a last pooling ``rope``, their mean.
+
+    Returns fp32 ``[B, Hkv, blocks, len(pools) * D]``; ``start`` as in ``pool_blocks``.
+    """
+    pooled = pool_blocks(k_nope, [name for name in pools if name != "rope"], block_size=block_size, start=start)
+    if "rope" not in pools:
+        return pooled
+    return torch.cat([pooled, pool_blocks(k, ["avg"], block_size=block_size, start=start)], dim=-1)
+
+
 @dataclass(frozen=True)
 class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
@@ -236,7 +250,7 @@ class Gate(GateArtifact):
         artifact = artifacts.read(path, kind="gate")
         stored = dict(artifact.manifest["details"])
         if isinstance(stored.get("gate"), dict):
-            stored["gate"] = {"target": "max"} | stored["gate"]  # which gates before version 0.2 do not record
+            stored["gate"] = BEFORE_0_2 | stored["gate"]
         details = checked(stored, GateDetails, f"artifact {path}: details")
         thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
         if isinstance(thresholds, FixedThresholds):
@@ -269,7 +283,7 @@ class Gate(GateArtifact):
         return super().details() | {"layers": self.layer_numbers} | always
 
     def logits(self, x: "LayerInputs") -> Tensor:
-        """Computes the unmasked scores of a layer's blocks, fp32 ``[B, Hg, Tr, Tc]``.
+        """Computes the unmasked scores of a layer's blocks that gates learn, fp32 ``[B, Hg, Tr, Tc]``.
 
         Raises ValueError if keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
@@ -280,15 +294,20 @@ class Gate(GateArtifact):
     def scores(self, x: "LayerInputs") -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
-        They are the softmax of :meth:`logits` over the visible blocks, in one operation without gradients. ``Hg`` is the number
-        of query heads or of key/value heads, by ``gate.heads``. After cached keys ``x.pooled_keys`` stand for all keys. Raises
-        ValueError as :meth:`logits`, without ``x.pooled_keys``.
+        They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
+        RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
+        After cached keys ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
         if x.pooled_keys is not None:
             pooled_q = layer.pooled_queries(x.q_nope, x.num_keys, x.kv_start)
-            inputs = (pooled_q, x.pooled_keys, x.num_queries, x.num_keys)
+            pooled_k, mean_k = self._split(x.pooled_keys, x)
+            inputs = (pooled_q, pooled_k, x.num_queries, x.num_keys)
             logits = layer.pooled_logits(*inputs, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
+            if mean_k is not None:
+                first = first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
+                mean_q = pool_blocks(x.q, ["avg"], block_size=cfg.block_size, start=first)
+                logits += self._mean_products(x, mean_q, mean_k)
             return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
         _check_keys(x)
         return gate_scores(
@@ -300,6 +319,7 @@ class Gate(GateArtifact):
             k_pool=cfg.k_pool,
             block_size=cfg.block_size,
             kv_start=x.kv_start,
+            **({"q_rope": x.q, "k_rope": x.k, "mean_weight": cfg.mean_weight * x.scale} if cfg.mean_weight else {}),
         )
 
     @torch.no_grad()
@@ -310,11 +330,8 @@ class Gate(GateArtifact):
         ``[B, Hg, n, Tc]``, 0 for queries of padding, and the last row block, int64 ``[B | 1]``.
         """
         layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
-        inputs_q, inputs_k = self._inputs(x)
-        keys = x.pooled_keys
-        if keys is None:
-            _check_keys(x)
-            keys = pool_blocks(inputs_k, self.cfg.k_pool, block_size=size, start=x.kv_start)
+        inputs_q, _ = self._inputs(x)
+        keys, mean_k = self._split(self._pooled_keys(x), x)
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         row = last_row(rows)
         queries = layer.single_queries(inputs_q[:, :, -size:])
@@ -322,7 +339,30 @@ class Gate(GateArtifact):
             first = rows.first.gather(1, row[:, None])
             projected = layer.project_queries(queries, first.expand(-1, queries.shape[2]), self._inv_freq(x))
             logits = projected @ layer.project_keys(keys, self._inv_freq(x)).transpose(-1, -2)
+        if mean_k is not None:
+            logits += self._mean_products(x, x.q[:, :, -size:].float(), mean_k)
         return block_softmax(logits, self._seen(x, queries.shape[2])), row
+
+    def _pooled_keys(self, x: "LayerInputs") -> Tensor:
+        """Returns the pooled keys of all blocks, fp32 ``[B, Hkv, Tc, P]``."""
+        if x.pooled_keys is not None:
+            return x.pooled_keys
+        _check_keys(x)
+        of_blocks = {"block_size": self.cfg.block_size, "start": x.kv_start}
+        return pool_keys(self.cfg.pooled_keys, self._inputs(x)[1], x.k, **of_blocks)
+
+    def _split(self, pooled: Tensor, x: "LayerInputs") -> tuple[Tensor, Tensor | None]:
+        """Returns the poolings of keys that are projected, and their means after RoPE, if the gate adds their products."""
+        if not self.cfg.mean_weight:
+            return pooled, None
+        size = x.q.shape[3]
+        return pooled[..., :-size], pooled[..., -size:]
+
+    def _mean_products(self, x: "LayerInputs", q: Tensor, mean_k: Tensor) -> Tensor:
+        """Returns weighted products of queries ``[B, Hq, n, D]`` and means of keys ``[B, Hkv, Tc, D]``: ``[B, Hg, n, Tc]``."""
+        layer, groups = cast(AttnGate, self.layers[x.layer]), mean_k.shape[1]
+        q = q.unflatten(1, (layer.heads, -1)).mean(2) * (self.cfg.mean_weight * x.scale)
+        return (q.unflatten(1, (groups, -1)).flatten(2, 3) @ mean_k.mT).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
     def _seen(self, x: "LayerInputs", queries: int) -> Tensor:
         """Returns the blocks with a key that each of the last ``queries`` sees, bool ``[B | 1, 1, queries, Tc]``."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.config import GateConfig
+from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
@@ -38,7 +38,7 @@ class PagedState:
 
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
     ``routed`` layers get ``buckets``, int16 ``[P, page_size, Hkv]``. Layers that are ``gated`` by gates of configuration
-    ``gate`` keep ``pooled`` keys before RoPE of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
+    ``gate`` keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
     ``is_pooled``, bool ``[P, page_size / block]``, says of which blocks they are there, in every layer. With ``counted``
     buckets, ``sizes`` keeps the numbers of keys in so many of them.
     """
@@ -66,7 +66,7 @@ class PagedState:
                 self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
-                blocks, width = self.page_size // gate.block_size, len(gate.k_pool) * size
+                blocks, width = self.page_size // gate.block_size, len(gate.pooled_keys) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
@@ -115,18 +115,19 @@ class PagedState:
 
         They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are those of this pass, before RoPE, and
         cached ones (of the unfinished block, of tokens that were decoded), which are recovered by inverting their rotation.
-        ``x.k`` may be a placeholder.
+        ``x.k`` are the keys of this pass.
         """
         assert self.gate is not None
         size, held = self.block_size, self.pooled[x.layer]
-        tail, cached = x.k_nope, prompt.keys - prompt.queries
+        tail, rotated, cached = x.k_nope, x.k, prompt.keys - prompt.queries
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
+            rotated = torch.cat([older, rotated], dim=2)
             if x.rotates:
                 assert rotation is not None
                 older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
             tail = torch.cat([older, tail], dim=2)
-        new = pool_blocks(tail, self.gate.k_pool, block_size=size)
+        new = pool_keys(self.gate.pooled_keys, tail, rotated, block_size=size)
         pages, blocks = self.locate(prompt.table, prompt.pooled, prompt.keys // size)
         held[pages, blocks] = new[0, :, : len(pages)].transpose(0, 1)
         pages, blocks = self.locate(prompt.table, 0, prompt.pooled)

@@ -1,4 +1,4 @@
-"""Pooled keys of a cache, which gates need to score the blocks of cached keys (SeerAttention pools keys before RoPE)."""
+"""Pooled keys of a cache, which gates need to score the blocks of cached keys."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from msattn.kernels.pool_blocks import pool_blocks
+from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_inputs import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 
 
 class PooledKeys:
-    """Pooled keys before RoPE of the complete blocks of one layer's cache.
+    """Pooled keys of the complete blocks of one layer's cache, before RoPE except for the pooling ``rope``.
 
     Only passes over several tokens update them. Keys that are missing since then (those of the unfinished block, of decoded
     tokens, or of a cache that was filled outside an attached model) are recovered by inverting the rotation of cached keys.
@@ -39,7 +39,7 @@ class PooledKeys:
         if first < x.num_keys:  # else another gate with the same poolings has added them
             tail = keys_before_rope(x, first, rotation)
             offset = None if starts is None else starts + known * size - first
-            parts.append(pool_blocks(tail, self.pools, block_size=size, start=offset))
+            parts.append(pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset))
         pooled = torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]

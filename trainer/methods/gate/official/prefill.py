@@ -83,6 +83,8 @@ def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
             q_pool=q_pool,
             k_pool=k_pool,
             hidden=official.seerattn_gate_hidden_size,
+            target="max",
+            mean_weight=0.0,
         )
     except UserError as error:
         raise UserError(f"{where}: the gates differ from ours: {error}") from error
