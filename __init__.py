@@ -3,7 +3,8 @@
 Public API, loaded on first use so that ``import msattn`` is fast and does not import torch:
 
 - ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through trained artifacts.
-- ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server.
+- ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server; ``msattn.enabled`` has its ``stats()``.
+- ``msattn.register``: makes ``from_pretrained(..., attn_implementation="msattn")`` known to transformers.
 - ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
 - ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
 - ``msattn.UserError``: raised for every mistake that the caller can correct; a ``ValueError``.
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.trainer.config import SelectConfig
     from msattn.trainer.errors import UserError
-    from msattn.trainer.serving.attach import attach, disable, enable, load
+    from msattn.trainer.serving.attach import attach, disable, enable, enabled, load
+    from msattn.trainer.serving.implementation import register
 
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | {
     "SelectConfig": "msattn.trainer.config",
@@ -47,7 +49,9 @@ _MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | 
     "attach": "msattn.trainer.serving.attach",
     "disable": "msattn.trainer.serving.attach",
     "enable": "msattn.trainer.serving.attach",
+    "enabled": "msattn.trainer.serving.attach",
     "load": "msattn.trainer.serving.attach",
+    "register": "msattn.trainer.serving.implementation",
 }
 __all__ = [  # noqa: RUF022  # operations last
     "SelectConfig",
@@ -56,7 +60,9 @@ __all__ = [  # noqa: RUF022  # operations last
     "attach",
     "disable",
     "enable",
+    "enabled",
     "load",
+    "register",
     "best_blocks",
     "block_sparse_attention",
     "bucket_decode",

@@ -250,6 +250,21 @@ def push(
         run(folder, repository, private=private)
 
 
+@app.command("configure")
+def configure(
+    model: Annotated[str, typer.Argument(help="The folder of a model.", autocompletion=_complete_model, show_default=False)],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH."),
+    ] = None,
+) -> None:
+    """Record in a model's config.json what serves it. For attn_implementation="msattn" in transformers, and for vLLM."""
+    from msattn.trainer.commands.artifacts import configure as run
+
+    with _stopped_by_signals():
+        run(model, settings or [])
+
+
 @app.command("import-gate")
 def import_gate(
     source: Annotated[str, typer.Argument(help="A folder or Hub id, as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")],

@@ -246,6 +246,7 @@ NO_COMMANDS = [
         f"push {words}"
         for words in ("", "a", "\0 a/b", "\udce9 a/b", "nowhere a/b", ". a/b", "embedded a/\0", f"{'x' * 5000} a/b")
     ),
+    *(f"configure {words}" for words in ("", "\0", "\udce9 a=1", "nowhere", ". gate", ". =", ". select=\0", ". gate=\udce9")),
     *(f"import-gate {words}" for words in ("", "x", "x --out", "\0 --out g", "\udce9 --out g", "nowhere --out g", ". --out g")),
     *(f"import-gate . --out {out}" for out in ("\0", "\udce9", "file/g", "x" * 5000)),
 ]

@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 from tests.commands.conftest import Run
 
 COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
-COMMANDS += ("serve", "push", "import-gate", "doctor", "help")
+COMMANDS += ("serve", "push", "configure", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
 

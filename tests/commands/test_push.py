@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from msattn.trainer import artifacts
 from msattn.trainer.artifacts import SHIPPED, read
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
@@ -107,6 +108,22 @@ def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push,
     assert len(hub.repositories[NAME].commits) == 2
     assert push(run_folder, NAME)[0] == 0
     assert len(hub.repositories[NAME].commits) == 2, "nothing changed, so there is no commit"
+
+
+@pytest.mark.parametrize("artifact", ["", "qmodel"])
+def test_a_model_keeps_its_files_and_names_what_serves_it(hub: Hub, push, run_folder: Path, artifact: str) -> None:
+    config = {"model_type": "llama", "sparse_attention_config": {"producer": {"name": "other"}}}
+    own = {"config.json": json.dumps(config).encode(), "model.safetensors": b"weights", "README.md": b"mine"}
+    hub.create(NAME, **own)
+    assert push(run_folder / artifact, NAME)[0] == 0
+    files = hub.files(NAME)
+    assert {name: files[name] for name in own} == own | {"config.json": files["config.json"]}
+    roles = {"gate": ".", "qmodel": "."} if artifact == "" else {"qmodel": "."}
+    group = {"algorithm": "msattn", "targets": ["Attention"], **roles}
+    section = {"producer": {"name": "other"}, "config_groups": {"group_0": group}}
+    assert json.loads(files["config.json"]) == config | {"sparse_attention_config": section}
+    assert isinstance(artifacts.find(NAME, "qmodel"), Path)
+    assert ("gate/manifest.json" in files) == (artifact == "")
 
 
 # Model cards

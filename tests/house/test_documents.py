@@ -85,7 +85,16 @@ def test_the_documents_commands_are_real(document: str) -> None:
             if COMMANDS[words[0]].trains and isinstance(cfg, RunConfig) and not {"--cfg", "--data"} & set(words):
                 cfg.check_text()
         elif program == "msattn":
-            assert words[0] in ("demo", "push", "import-gate", "doctor", "help", "--help", "--install-completion"), line
+            assert words[0] in (
+                "demo",
+                "push",
+                "configure",
+                "import-gate",
+                "doctor",
+                "help",
+                "--help",
+                "--install-completion",
+            ), line
         else:
             assert program in ("pip", "git", "python", "cd", "vllm"), f"{document}: {line}"
     for block in blocks(document, "python"):

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.serving.engines.vllm import plugin
 from msattn.trainer.serving.engines.vllm.backend import Backend
 from msattn.trainer.serving.engines.vllm.engine import check_engine, options_of
@@ -29,7 +29,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "additional_config.msattn=None: accepted is a mapping with .*gate, select"),
+    "no mapping": ("embedded", "additional_config.msattn=embedded: accepted is a mapping with .*gate, select"),
     "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: accepted are .*gate, select"),
     "a type": ({"probes": "many"}, "probes='many': accepted is an integer"),
 }
@@ -61,10 +61,19 @@ def test_engines_that_sleep_are_refused() -> None:
 @pytest.mark.parametrize("name", GIVEN)
 def test_options_of_other_names_and_types_are_refused(name: str) -> None:
     given, message = GIVEN[name]
-    additional = {} if given is None else {"msattn": given}
-    config = EngineArgs(model=str(MODEL), additional_config=additional, **OPTIONS).create_engine_config()
+    config = EngineArgs(model=str(MODEL), additional_config={"msattn": given}, **OPTIONS).create_engine_config()
     with pytest.raises(UserError, match=message):
         options_of(config)
+
+
+def test_without_options_those_of_the_model_are_read() -> None:
+    config = EngineArgs(model=str(MODEL), **OPTIONS).create_engine_config()
+    with pytest.warns(ModelWarning, match="prompts read blocks by vertical_slash"):
+        assert options_of(config).select == "vertical_slash"
+    group = {"algorithm": "msattn", "gate": ".", "sparsity": 0.8}
+    config.model_config.hf_config.sparse_attention_config = {"config_groups": {"group_0": group}}
+    options = options_of(config)
+    assert (options.gate, options.sparsity, options.select) == (str(MODEL), 0.8, None)
 
 
 @pytest.mark.parametrize("name", STARTED)

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 from msattn import __version__
 from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
 from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
+from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, settings_of, with_settings
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.progress import activity
-from msattn.trainer.storage.documents import check_contained, read_text, root_of_links
+from msattn.trainer.storage.documents import check_contained, read_json, read_text, root_of_links
 
 if TYPE_CHECKING:
     from msattn.trainer.artifacts.manifest import Artifact
 
+MODEL_CONFIG = "config.json"  # in the repository of a model
 FILES = (WEIGHTS, CONFIG, MANIFEST, CARD)
 PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))  # in a repository: an artifact, or one of each kind
 MAX_CARD_BYTES = 1_000_000
@@ -50,7 +52,9 @@ def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = Fal
     """Makes ``held`` the artifacts of a Hub repository, in one commit.
 
     The repository is created if there is none. Files of other artifacts are removed from it, and stay in its history; files
-    that belong to no artifact are kept, but for ``README.md``, the model card. If the upload is interrupted, nothing changes.
+    that belong to no artifact are kept, but for ``README.md``, the model card. In the repository of a model its own files are
+    all kept: artifacts go to folders of their kinds, and ``config.json`` names them as what serves the model. If the upload
+    is interrupted, nothing changes.
 
     Parameters
     ----------
@@ -72,16 +76,28 @@ def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = Fal
     _check_name(repository)
     api = HfApi(token=_checked_token(token), library_name="msattn", library_version=__version__)
     files = _files(repository, held)
-    added = [CommitOperationAdd(path, content) for path, content in files.items()]
     with activity(f"pushing to {repository}"), _refusals(repository, str(api.token)), _quiet():
         api.create_repo(repository, private=private or None, exist_ok=True)
         found = api.model_info(repository)
         if private and not found.private:
             raise UserError(f"push {repository}: the repository exists and is public; push without --private, or elsewhere")
-        stale = {sibling.rfilename for sibling in found.siblings or []} & {*PATHS} - {*files}
-        removed = [CommitOperationDelete(path, is_folder=False) for path in sorted(stale)]
+        present, ours = {sibling.rfilename for sibling in found.siblings or []}, {*PATHS}
+        if MODEL_CONFIG in present:
+            held, ours = {artifact.kind: artifact for artifact in held.values()}, {path for path in PATHS if "/" in path}
+            files = {path: content for path, content in _files(repository, held).items() if path in ours}
+            files[MODEL_CONFIG] = _model_config(Path(api.hf_hub_download(repository, MODEL_CONFIG)), repository, held)
+        added = [CommitOperationAdd(path, content) for path, content in files.items()]
+        removed = [CommitOperationDelete(path, is_folder=False) for path in sorted(present & ours - {*files})]
         message = f"msattn {__version__}: {', '.join(artifact.kind for artifact in held.values())}"
         return api.create_commit(repository, [*added, *removed], commit_message=message).commit_url
+
+
+def _model_config(path: Path, repository: str, kinds: Collection[str]) -> bytes:
+    """Returns the ``config.json`` of a model with artifacts of its own repository as what serves it."""
+    config = read_json(path, f"push {repository}: {MODEL_CONFIG}", MAX_CARD_BYTES)
+    roles = {"gate": {"gate"} & {*kinds}, "qmodel": {*kinds} - {"gate"}}
+    kept = {name: value for name, value in (settings_of(config.get(KEY)) or {}).items() if name not in roles}
+    return as_file(with_settings(config, kept | {role: OWN for role, held in roles.items() if held}))
 
 
 def _files(repository: str, held: "Mapping[str, Artifact]") -> dict[str, Path | bytes]:

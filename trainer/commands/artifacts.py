@@ -1,6 +1,7 @@
-"""``msattn push`` and ``msattn import-gate``: artifacts go to the Hugging Face Hub, and released gates become artifacts."""
+"""``msattn push``, ``configure`` and ``import-gate``: artifacts on the Hub, of a model, and made of released gates."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,56 @@ def _held(folder: Path) -> "dict[str, Artifact]":
     if os.path.isfile(folder / MANIFEST) or not found:
         return {"": artifacts.read(folder)}
     return {kind: artifacts.read(path, kind) for kind, path in found.items()}
+
+
+def configure(model: str, settings: Sequence[str]) -> None:
+    """Writes into a model's ``config.json`` what serves it, after a check against the model; prints it."""
+    from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, with_settings
+    from msattn.trainer.config.values import shown
+    from msattn.trainer.errors import UserError, write_error
+    from msattn.trainer.models.loading import pretrained_config
+    from msattn.trainer.progress import activity
+    from msattn.trainer.serving.build import check_options
+    from msattn.trainer.serving.options import artifact_options
+    from msattn.trainer.storage.lock import locked
+    from msattn.trainer.storage.model_files import ModelFiles, local_folder
+    from msattn.trainer.storage.replace import replace_file
+
+    name = f"configure {shown(model)}"
+    folder = local_folder(model)
+    if folder is None:
+        raise UserError(f"{name}: no such folder; accepted is the folder of a model (msattn push configures one on the Hub)")
+    files = ModelFiles(name, folder)
+    given = dict(_setting(each, folder, name) for each in settings)
+    with activity(name):
+        own = {role: folder for role in ("gate", "qmodel") if given.get(role) == OWN}
+        check_options(pretrained_config(files), artifact_options(given | own, name))
+        path, content = folder / "config.json", as_file(with_settings(files.config(), given))
+        try:
+            with locked(path), replace_file(path) as new:
+                new.write_bytes(content)
+        except OSError as error:
+            raise write_error(path, error, resumes=False) from error
+    print(f"{path}  {KEY}: {', '.join(f'{key}={value}' for key, value in given.items())}", flush=True)
+
+
+def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
+    """Returns key and value of ``key=value``; the path of an artifact is absolute, and OWN if it is that of the model."""
+    from msattn.trainer.artifacts.folders import is_hub_id
+    from msattn.trainer.artifacts.model_config import OWN
+    from msattn.trainer.config.values import shown
+    from msattn.trainer.errors import UserError
+    from msattn.trainer.storage.documents import parse_yaml
+
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"{name}: {shown(text)}: accepted is key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
+    if key not in ("gate", "qmodel"):
+        return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]
+    if value == "embedded" or is_hub_id(value):
+        return key, value
+    path = os.path.abspath(os.path.expanduser(value))
+    return key, OWN if os.path.realpath(path) == os.path.realpath(model) else path
 
 
 def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None) -> None:

@@ -1,7 +1,7 @@
 """The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,9 +25,9 @@ from msattn.trainer.serving.steps import decoding_steps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Sparse", "attach", "disable", "enable", "load"]
+__all__ = ["Sparse", "attach", "disable", "enable", "enabled", "load"]
 
-_enabled: "dict[PreTrainedModel, AbstractContextManager[Sparse]]" = {}
+_ENABLED = "_msattn_enabled"  # attribute of an enabled model, which so is not kept alive: its context and sparse attention
 
 
 @takes(AttachOptions)
@@ -92,7 +92,7 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
 
 @takes(AttachOptions)
 def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
-    """Runs ``model`` with sparse attention, e.g. in a server, until :func:`disable` is called, which also lets go of it.
+    """Runs ``model`` with sparse attention, e.g. in a server, until :func:`disable` is called.
 
     Parameters
     ----------
@@ -105,7 +105,15 @@ def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
     """
     context = attach(model, **vars(options))
     sparse = context.__enter__()
-    _enabled[model] = context
+    vars(model)[_ENABLED] = context, sparse
+    return sparse
+
+
+def enabled(model: "PreTrainedModel") -> Sparse | None:
+    """Returns the sparse attention of a model after :func:`enable`, or after its first use if it was loaded with
+    ``attn_implementation="msattn"``; None for other models.
+    """
+    _, sparse = vars(model).get(_ENABLED, (None, None))
     return sparse
 
 
@@ -116,9 +124,10 @@ def disable(model: "PreTrainedModel") -> None:
     ------
     UserError : :func:`enable` was not called for this model.
     """
-    if not isinstance(model, nn.Module) or model not in _enabled:
+    if not isinstance(model, nn.Module) or _ENABLED not in vars(model):
         raise UserError("disable: the model is not enabled")
-    _enabled.pop(model).__exit__(None, None, None)
+    context, _ = vars(model).pop(_ENABLED)
+    context.__exit__(None, None, None)
 
 
 def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torch.device:

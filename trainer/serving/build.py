@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,8 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
-from msattn.trainer.models.families import head_dim, num_heads, num_kv_heads
+from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads
+from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
@@ -31,6 +32,9 @@ from msattn.trainer.serving.reads import Reads, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class ModelInfo(NamedTuple):
@@ -87,6 +91,15 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
         kv_heads=num_kv_heads(config) // shard.ranks,
         measure_recall=options.measure_recall,
     )
+
+
+def check_options(config: "PreTrainedConfig", options: AttachOptions) -> None:
+    """Raises UserError, as :func:`msattn.attach`, for options that the model with this configuration cannot be served with."""
+    check_supported(config)
+    functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ModelWarning)  # weights are compared where the model is served
+        build_sparse(ModelInfo(config, torch.float32, *functions), options)
 
 
 @cache

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 from msattn.trainer.config.commands import BudgetOptions, ReadOptions
 from msattn.trainer.config.schema import Flag, Instance, Sparsity, key, schema
 from msattn.trainer.config.select import SelectConfig
-from msattn.trainer.config.values import nearest
+from msattn.trainer.config.values import nearest, require
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
@@ -35,7 +35,7 @@ Switch = Annotated[Flag, BeforeValidator(lambda value: bool(value) if isinstance
 
 @schema(kw_only=True)
 class ArtifactOptions(ReadOptions):
-    """The options that vLLM takes, too: what is attached, and what is read."""
+    """The options that vLLM and ``config.json`` take, too: what is attached, and what is read."""
 
     gate: Annotated[Gate | str | Path | None, Instance(GATE)] = key(
         "a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships "
@@ -85,7 +85,15 @@ class AttachOptions(BudgetOptions, ArtifactOptions):
 
 
 OPTIONS = {item.name: item for item in sorted(fields(AttachOptions), key=lambda item: hasattr(ReadOptions, item.name))}
-VLLM_KEYS = tuple(name for name in OPTIONS if hasattr(ArtifactOptions, name))
+ARTIFACT_KEYS = tuple(name for name in OPTIONS if hasattr(ArtifactOptions, name))
+
+
+def artifact_options(given: Any, where: str) -> AttachOptions:
+    """Returns the :class:`ArtifactOptions` that a file or an engine gives; ``where`` begins the UserError for other names."""
+    require(isinstance(given, Mapping), where, given, f"accepted is a mapping with {', '.join(ARTIFACT_KEYS)}")
+    for name in given:
+        require(name in ARTIFACT_KEYS, where, name, f"accepted are {', '.join(ARTIFACT_KEYS)}")
+    return AttachOptions(**given)
 
 
 def takes(

@@ -14,7 +14,8 @@ from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
-from msattn.trainer.serving.options import VLLM_KEYS, AttachOptions
+from msattn.trainer.serving.implementation import configured_options
+from msattn.trainer.serving.options import AttachOptions, artifact_options
 from msattn.trainer.serving.sparse import Sparse
 
 KEY = "msattn"  # of additional_config
@@ -22,7 +23,7 @@ PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:
-    """Builds the sparse attention of an engine, whose ``additional_config["msattn"]`` holds parameters of ``msattn.attach``.
+    """Builds the sparse attention of an engine, whose :func:`options_of` are parameters of ``msattn.attach``.
 
     Raises UserError if the engine, the model, an option or an artifact is not supported, or an artifact is for another model.
     """
@@ -39,13 +40,14 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
 
 
 def options_of(config: Any) -> AttachOptions:
-    """Returns the options in ``additional_config`` of an engine; UserError for none, or another name or type of one."""
+    """Returns the options in ``additional_config`` of an engine, without any those of the model.
+
+    Raises UserError for another name or type of one.
+    """
     additional = config.additional_config
-    given: Any = additional.get(KEY) if isinstance(additional, Mapping) else None
-    require(isinstance(given, Mapping), f"additional_config.{KEY}", given, f"accepted is a mapping with {', '.join(VLLM_KEYS)}")
-    for name in given:
-        require(name in VLLM_KEYS, f"additional_config.{KEY}", name, f"accepted are {', '.join(VLLM_KEYS)}")
-    return AttachOptions(**given)
+    if not isinstance(additional, Mapping) or additional.get(KEY) is None:
+        return configured_options(config.model_config.hf_config)
+    return artifact_options(additional[KEY], f"additional_config.{KEY}")
 
 
 def check_engine(config: Any) -> None:

@@ -1,0 +1,122 @@
+"""The attention implementation ``msattn`` of transformers' ``from_pretrained``, and the options that a model's files name.
+
+transformers hands the model to neither attention nor mask functions, and attaching needs its loaded weights. So a hook of torch
+for new submodules finds models that are built under this name, and their first use enables them.
+"""
+
+import threading
+import warnings
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from msattn.trainer.artifacts.model_config import KEY, OWN, settings_of
+from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.models.families import text_config
+from msattn.trainer.serving.attach import enable
+from msattn.trainer.serving.options import AttachOptions, artifact_options
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+    from transformers import PreTrainedConfig
+
+NAME = "msattn"
+DEFAULT = "vertical_slash"  # selection of models whose files name nothing
+METHODS = ("generate", "generate_batch", "init_continuous_batching")  # uses that begin before the first forward pass
+
+_waiting: "WeakKeyDictionary[nn.Module, RemovableHandle]" = WeakKeyDictionary()  # models that are not enabled yet
+_enabling = threading.RLock()  # of two threads that use a model first, one enables it
+
+
+@cache
+def register() -> None:
+    """Makes ``attn_implementation="msattn"`` known to transformers, for ``from_pretrained`` and ``from_config``.
+
+    The first use of a model that is loaded with it enables the model, as :func:`msattn.enable` does, with the options in its
+    ``config.json`` (``msattn configure`` and ``msattn push`` write them). Without any, prompts read the blocks of a selection
+    that needs no training, with a warning. :func:`msattn.enabled` returns what serves the model.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _refuse)
+    AttentionMaskInterface.register(NAME, _refuse)
+    register_module_module_registration_hook(_find_model)
+
+
+def configured_options(config: "PreTrainedConfig") -> AttachOptions:
+    """Returns the options that a model's ``config.json`` names, or the default ones with a warning.
+
+    Raises UserError for another name, type or value of an option.
+    """
+    given = settings_of(getattr(config, KEY, None))
+    if given is None:
+        message = f"config.json names nothing of msattn's, so prompts read blocks by {DEFAULT}; msattn configure changes it"
+        warnings.warn(message, ModelWarning, stacklevel=2)
+        given = {"select": DEFAULT}
+    own = {name: config.name_or_path for name in ("gate", "qmodel") if given.get(name) == OWN}
+    return artifact_options(given | own, f"config.json: {KEY}")
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UserError(
+        "model: attn_implementation='msattn' is for from_pretrained and a model with its head; msattn.enable(model, ...) "
+        "serves one that is loaded"
+    )
+
+
+def _find_model(module: nn.Module, name: str, submodule: Any) -> None:
+    """Hook of torch: lets the first use of ``module`` enable it if it is a model with a head whose decoder is to be enabled."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, PreTrainedModel) and isinstance(submodule, PreTrainedModel) and _is_asked(submodule):
+        if module not in _waiting:
+            _waiting[module] = module.register_forward_pre_hook(_enable)
+        _intercept(module)
+
+
+def _is_asked(model: Any) -> bool:
+    return text_config(model.config)._attn_implementation == NAME
+
+
+def _intercept(model: nn.Module) -> None:
+    vars(model).update({method: partial(_first_use, model, method) for method in METHODS if hasattr(model, method)})
+
+
+def _first_use(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    _enable(model)
+    return getattr(model, method)(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _enable(model: Any, args: tuple = ()) -> None:
+    """Enables a model, unless one that it is part of is enabled already; after an error the next use tries again."""
+    with _enabling:
+        for method in METHODS:
+            if getattr(vars(model).get(method), "func", None) is _first_use:
+                del vars(model)[method]
+        if _is_asked(model):
+            _enable_alone(model)
+        if model in _waiting:
+            _waiting.pop(model).remove()
+
+
+def _enable_alone(model: Any) -> None:
+    """Enables a model, whose layers that are not served get the implementations that transformers chooses by itself."""
+    from transformers import PreTrainedModel
+
+    named = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each.config._attn_implementation == NAME]
+    try:
+        options = configured_options(model.config)
+        for each in named:
+            each.config._attn_implementation = each.get_correct_attn_implementation(None)
+        enable(model, **vars(options))
+    except BaseException:
+        for each in named:
+            each.config._attn_implementation = NAME
+        _intercept(model)
+        raise
