@@ -24,7 +24,7 @@ help:  ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,harness,serve,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,grammar,harness,serve,dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores

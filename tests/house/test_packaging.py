@@ -95,7 +95,7 @@ def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_p
 def test_what_is_imported_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     used_by_code = [
-        requirement for extra in ("cpu", "gpu", "gguf", "harness", "serve", "vllm") for requirement in extras[extra]
+        requirement for extra in ("cpu", "gpu", "gguf", "grammar", "harness", "serve", "vllm") for requirement in extras[extra]
     ]
     requirements = [*PROJECT["project"]["dependencies"], *used_by_code]
     declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}

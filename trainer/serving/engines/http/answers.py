@@ -3,7 +3,15 @@
 import json
 import time
 import uuid
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from msattn.trainer.serving.engines.http.sampling import Logprobs
+
+INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 
 
 class ApiError(Exception):
@@ -31,24 +39,33 @@ class ApiError(Exception):
 
 
 class AnswerForm:
-    """Objects of one answer, which share an id; ``chat`` ones are those of ``/v1/chat/completions``."""
+    """Objects of the answers to one request, which share an id; ``chat`` ones are those of ``/v1/chat/completions``.
 
-    def __init__(self, model: str, *, chat: bool) -> None:
-        self._chat = chat
+    ``decode`` returns the text of a token.
+    """
+
+    def __init__(self, model: str, decode: Callable[[int], str], *, chat: bool) -> None:
+        self._chat, self._decode = chat, decode
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"id": name, "created": int(time.time()), "model": model}
+        self._offsets: dict[int, int] = defaultdict(int)  # characters of the tokens of each answer so far
 
-    def whole(self, text: str, reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Returns the answer to a request without a stream."""
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+    def whole(self, answers: "Sequence[tuple[str, list[Logprobs], str]]", usage: dict[str, int]) -> dict[str, Any]:
+        """Returns the answer to a request without a stream, from text, log-probabilities and reason of each answer."""
+        choices = []
+        for number, (text, logprobs, reason) in enumerate(answers):
+            content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append(self._choice(number, content, logprobs, reason))
         kind = "chat.completion" if self._chat else "text_completion"
-        return {"object": kind, **self._common, "choices": [_choice(content, reason)], "usage": usage}
+        return {"object": kind, **self._common, "choices": choices, "usage": usage}
 
-    def piece(self, text: str | None, reason: str | None = None) -> dict[str, Any]:
+    def piece(
+        self, number: int, text: str | None, logprobs: "list[Logprobs] | None" = None, reason: str | None = None
+    ) -> dict[str, Any]:
         """Returns an object of a stream. ``text=None`` begins a chat, or ends an answer if there is a ``reason``."""
         start = {"role": "assistant", "content": ""} if reason is None else {}
         chat = {"delta": start if text is None else {"content": text}}
-        return self._part([_choice(chat if self._chat else {"text": text or ""}, reason)])
+        return self._part([self._choice(number, chat if self._chat else {"text": text or ""}, logprobs or [], reason)])
 
     def usage(self, usage: dict[str, int]) -> dict[str, Any]:
         """Returns the last object of a stream with ``include_usage``."""
@@ -57,9 +74,24 @@ class AnswerForm:
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"object": "chat.completion.chunk" if self._chat else "text_completion", **self._common, "choices": choices}
 
+    def _choice(self, number: int, content: dict[str, Any], logprobs: "list[Logprobs]", reason: str | None) -> dict[str, Any]:
+        form = self._of_chat(logprobs) if self._chat else self._of_text(number, logprobs)
+        return {"index": number, **content, "finish_reason": reason, "logprobs": form if logprobs else None}
 
-def _choice(content: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **content, "finish_reason": reason, "logprobs": None}
+    def _of_chat(self, logprobs: "list[Logprobs]") -> dict[str, Any]:
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = self._decode(token)
+            return {"token": text, "logprob": value, "bytes": None if INCOMPLETE in text else [*text.encode()]}
+
+        tokens = [entry(each.token, each.value) | {"top_logprobs": [entry(*best) for best in each.best]} for each in logprobs]
+        return {"content": tokens, "refusal": None}
+
+    def _of_text(self, number: int, logprobs: "list[Logprobs]") -> dict[str, Any]:
+        texts = [self._decode(each.token) for each in logprobs]
+        *offsets, self._offsets[number] = accumulate(map(len, texts), initial=self._offsets[number])
+        best = [{self._decode(token): value for token, value in (*each.best, (each.token, each.value))} for each in logprobs]
+        values = [each.value for each in logprobs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
 def event(data: dict[str, Any] | str) -> bytes:

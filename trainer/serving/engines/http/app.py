@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from copy import deepcopy
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,9 +22,10 @@ from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, event
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody, read_body
-from msattn.trainer.serving.engines.http.engine import Engine, Generation
+from msattn.trainer.serving.engines.http.engine import Engine, Generation, usage_of
 from msattn.trainer.serving.engines.http.metrics import Metrics
-from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText
+from msattn.trainer.serving.engines.http.sampling import Logprobs
+from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText, token_text
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
@@ -33,6 +34,13 @@ SHORT_BODY = 2**14  # bytes of a body that is read beside them all the same
 LONG_BODY = 2**16  # bytes of a body that is encoded apart from shorter ones
 OPEN = ("/health",)  # paths that need no key
 QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
+
+
+class Piece(NamedTuple):
+    """A part of an answer: text, and the log-probabilities of tokens, which need not be exactly those of the text."""
+
+    text: str
+    logprobs: list[Logprobs]
 
 
 class Service:
@@ -101,16 +109,30 @@ class Service:
                         raise ApiError(400, "the client has left before its prompt was encoded")
                     body = await asyncio.to_thread(read_body, data, kind, self._model, self._engine.longest)
                     prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
-                generation = self._engine.submit(prompt, new_tokens, body.temperature, body.top_p)
+                    samplings = await asyncio.to_thread(self._engine.samplings, body)
+                generations = request.state.generations = list[Generation]()
+                for sampling in samplings:
+                    generations.append(self._engine.submit(prompt, new_tokens, sampling))
         finally:
             self._held -= len(data)
-        request.state.generation = generation
-        gone.add_done_callback(lambda _: generation.end("cancelled"))  # without effect after its end
-        form = AnswerForm(self._model, chat=kind is ChatBody)
+        gone.add_done_callback(lambda _: [each.end("cancelled") for each in generations])  # without effect after their end
+        tokenizer = self._engine.loaded.tokenizer
+        form = AnswerForm(self._model, cache(partial(token_text, tokenizer)), chat=kind is ChatBody)
         if body.stream:
-            return StreamingResponse(self._events(form, body, generation), media_type="text/event-stream")
-        text = "".join([piece async for piece in self._text(body, generation)])
-        return JSONResponse(form.whole(text, str(generation.outcome), generation.usage))
+            return StreamingResponse(self._events(form, body, generations), media_type="text/event-stream")
+        answers: list[list[Piece]] = [[] for _ in generations]
+        async for number, piece in _merged([self._pieces(body, each) for each in generations]):
+            if piece is not None:
+                answers[number].append(piece)
+        whole = [
+            (
+                "".join(each.text for each in pieces),
+                [entry for each in pieces for entry in each.logprobs],
+                str(generation.outcome),
+            )
+            for pieces, generation in zip(answers, generations, strict=True)
+        ]
+        return JSONResponse(form.whole(whole, usage_of(generations)))
 
     async def _receive(self, request: Request, body: bytearray) -> None:
         """Fills ``body`` with that of a request, and counts its bytes among those held.
@@ -138,34 +160,67 @@ class Service:
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
 
-    async def _text(self, body: Body, generation: Generation) -> AsyncIterator[str]:
-        """Yields the text of an answer piece by piece, up to a stop string, and ends the request."""
-        text, stop = TokenText(self._engine.loaded.tokenizer), StopStrings(body.stop)
+    async def _pieces(self, body: Body, generation: Generation) -> AsyncIterator[Piece]:
+        """Yields an answer piece by piece, up to a stop string, and ends the request."""
+        text, stop, seen = TokenText(self._engine.loaded.tokenizer), StopStrings(body.stop), 0
         try:
             async for tokens in generation.pieces():
-                if piece := stop.push(text.push(tokens)):
+                logprobs = [
+                    each for each in generation.logprobs[seen : seen + len(tokens)] if not self._engine.ends([each.token])
+                ]
+                seen += len(tokens)
+                piece = Piece(stop.push(text.push(tokens)), logprobs)
+                if any(piece):
                     yield piece
                 if stop.found:
                     generation.end("stop")
                     return
-            if piece := stop.push(text.push([], last=True), last=True):
-                yield piece
+            if rest := stop.push(text.push([], last=True), last=True):
+                yield Piece(rest, [])
         finally:
             generation.end("cancelled")
 
-    async def _events(self, form: AnswerForm, body: Body, generation: Generation) -> AsyncIterator[bytes]:
+    async def _events(self, form: AnswerForm, body: Body, generations: list[Generation]) -> AsyncIterator[bytes]:
         """Yields the events of a stream. A failure is an event, too, as the status is sent already."""
         try:
-            if isinstance(body, ChatBody):
-                yield event(form.piece(None))
-            async for piece in self._text(body, generation):
-                yield event(form.piece(piece))
-            yield event(form.piece(None, str(generation.outcome)))
+            for number in range(len(generations) if isinstance(body, ChatBody) else 0):
+                yield event(form.piece(number, None))
+            async for number, piece in _merged([self._pieces(body, each) for each in generations]):
+                if piece is None:
+                    yield event(form.piece(number, None, reason=str(generations[number].outcome)))
+                else:
+                    yield event(form.piece(number, *piece))
             if body.include_usage:
-                yield event(form.usage(generation.usage))
+                yield event(form.usage(usage_of(generations)))
             yield event("[DONE]")
         except ApiError as error:
             yield event(error.body)
+
+
+async def _merged(streams: "list[AsyncIterator[Piece]]") -> AsyncIterator[tuple[int, Piece | None]]:
+    """Yields the pieces of several answers as they come, with the number of the answer, and None at its end."""
+    arrived: asyncio.Queue[tuple[int, Piece | ApiError | None]] = asyncio.Queue()
+
+    async def pass_on(number: int, stream: AsyncIterator[Piece]) -> None:
+        try:
+            async for piece in stream:
+                arrived.put_nowait((number, piece))
+            arrived.put_nowait((number, None))
+        except ApiError as error:
+            arrived.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pass_on(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            number, piece = await arrived.get()
+            if isinstance(piece, ApiError):
+                raise piece
+            running -= piece is None
+            yield number, piece
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _until_gone(request: Request) -> None:
@@ -226,12 +281,16 @@ class Guard:
 
     def _count(self, scope: Scope, status: int) -> str:
         """Counts a request that has been answered, and returns its numbers for the log."""
-        generation: Generation | None = scope.get("state", {}).get("generation")
-        if generation is None:
+        generations: list[Generation] = scope.get("state", {}).get("generations", [])
+        if not generations:
             if status >= 400 and scope["method"] == "POST":
                 self._metrics.refused()
             return ""
-        generation.end("cancelled")  # without effect unless the answer was cut short
-        self._metrics.ended(generation)
-        first = "none" if generation.first_token is None else f"{generation.first_token - generation.started:.3f} s"
-        return f", {generation.prompt_tokens} + {len(generation.tokens)} tokens, first {first}, {generation.outcome}"
+        for generation in generations:
+            generation.end("cancelled")  # without effect unless the answer was cut short
+            self._metrics.ended(generation)
+        times = [each.first_token - each.started for each in generations if each.first_token is not None]
+        first = f"{min(times):.3f} s" if times else "none"
+        outcomes = ", ".join(dict.fromkeys(str(each.outcome) for each in generations))
+        new = sum(len(each.tokens) for each in generations)
+        return f", {generations[0].prompt_tokens} + {new} tokens, first {first}, {outcomes}"

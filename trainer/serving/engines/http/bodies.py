@@ -14,20 +14,27 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.sampling import MAX_LOGPROBS
 
+MAX_CHOICES = 16  # answers to one request
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
 OTHER_VALUES = 1000  # of a body whose prompt has a value for each token; each takes up to hundreds of bytes of memory
 STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Zero = Annotated[Number, Field(ge=0, le=0)]
+Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Token = Annotated[int, Field(ge=0)]
+Bias = Annotated[Number, Field(ge=-100, le=100)]
+Share = Annotated[Number, Field(ge=0, le=1)]
 One = Annotated[int, Field(ge=1, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
@@ -81,6 +88,28 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
+class JsonSchema(Strict):
+    """A JSON schema of answers. ``name``, ``description`` and ``strict`` are without effect: answers always follow it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of answers: any text, a JSON object, or what a JSON schema describes."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is for type=json_schema, which needs it")
+        return self
+
+
 class Body(Strict):
     """Parameters that both kinds of requests have. Those without a use are accepted with the values that ask for nothing."""
 
@@ -93,18 +122,13 @@ class Body(Strict):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    n: One | None = 1
-    presence_penalty: Zero | None = 0
-    frequency_penalty: Zero | None = 0
-
-    @field_validator("seed")
-    @classmethod
-    def _only_without_sampling(cls, seed: int | None, info: ValidationInfo) -> int | None:
-        if seed is not None and info.data.get("temperature") != 0:
-            raise ValueError(
-                "one stream of random numbers serves all requests; leave it out, or give temperature=0, which needs none"
-            )
-        return seed
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = 0
+    frequency_penalty: Penalty | None = 0
+    logit_bias: dict[Token, Bias] | None = None
+    response_format: ResponseFormat | None = None
 
     @field_validator("stream_options")
     @classmethod
@@ -119,6 +143,19 @@ class Body(Strict):
         return self.max_tokens
 
     @property
+    def number_of_logprobs(self) -> int | None:
+        """The number of likeliest tokens whose log-probabilities are answered for each token; None without any."""
+        raise NotImplementedError
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """The JSON schema that answers follow; None for any text."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        return {"type": "object"} if form.json_schema is None else form.json_schema.schema_
+
+    @property
     def include_usage(self) -> bool:
         """True if a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -130,6 +167,11 @@ class CompletionBody(Body):
     prompt: Annotated[str | list[int], PlainValidator(_one_prompt)]
     best_of: One | None = 1
     echo: Literal[False] | None = False
+    logprobs: Alternatives | None = None
+
+    @property
+    def number_of_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatBody(Body):
@@ -137,7 +179,8 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    logprobs: Literal[False] | None = False
+    logprobs: bool | None = False
+    top_logprobs: Alternatives | None = None
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -146,9 +189,20 @@ class ChatBody(Body):
             raise ValueError("max_tokens is given too; give one of the two")
         return tokens
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _only_with_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs"):
+            raise ValueError("accepted only with logprobs=true")
+        return number
+
     @property
     def new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def number_of_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: int) -> Body:

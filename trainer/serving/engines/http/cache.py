@@ -9,6 +9,7 @@ from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
+from msattn.trainer.serving.paged import MEMORY
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -30,9 +31,7 @@ def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
     return cfg.max_length or positions
 
 
-def paged_cache_config(
-    model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None", *, seed: int
-) -> "ContinuousBatchingConfig":
+def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None") -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.
 
     Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
@@ -60,9 +59,8 @@ def paged_cache_config(
         max_batch_tokens=cfg.batch_tokens or BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"]),
         max_requests_per_batch=cfg.max_running,
         max_blocks_per_request=pages_of(longest, cfg),
+        max_memory_percent=MEMORY if model.device.type == "cuda" else None,
         use_async_batching=False,
-        per_request_processors=True,
-        seed=seed,
     )
 
 

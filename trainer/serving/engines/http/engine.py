@@ -4,18 +4,24 @@ import asyncio
 import itertools
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
+from msattn.trainer.models.families import text_config
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.generate_batch import check_attached
 from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.bodies import Body
 from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
+from msattn.trainer.serving.engines.http.grammar import Grammars, JsonGrammar
+from msattn.trainer.serving.engines.http.sampling import Logprobs, Sampler, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,13 +29,9 @@ if TYPE_CHECKING:
 
     from msattn.trainer.serving.sparse import Sparse
 
-# Below this temperature, a token whose logit is 0.001 less than the greatest has e^-100 of its probability, so sampling takes
-# the likeliest token but for ties. vLLM has the same limit. The manager divides logits by the temperature in float32, where
-# below about 1e-37 they become infinite, which ends its thread.
-GREEDY_BELOW = 1e-5
-GREEDY = {"temperature": 1.0, "top_p": -1.0}  # top-p sampling keeps the likeliest token; none other can reach such a share
 FAILED = ApiError(500, "the server failed while it generated the answer")
 STOPPED = ApiError(503, "the server is shutting down; the answer is not complete", code="unavailable")
+NO_WAY_ON = ApiError(400, "response_format: no token can go on with the answer under this schema", param="response_format")
 STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
 
 
@@ -44,8 +46,9 @@ class Pages(NamedTuple):
 class Generation:
     """A request that the manager runs; all methods belong to the event loop."""
 
-    def __init__(self, engine: "Engine", name: str, prompt_tokens: int) -> None:
+    def __init__(self, engine: "Engine", name: str, prompt_tokens: int, sampling: Sampling) -> None:
         self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
+        self.sampling, self.logprobs = sampling, list[Logprobs]()
         self.outcome: str | None = None  # stop, length, failed or cancelled; None while it runs
         self.started = time.monotonic()
         self.first_token: float | None = None
@@ -61,9 +64,12 @@ class Generation:
         if new:
             self.first_token = self.first_token or time.monotonic()
             self.tokens += new
+            self.logprobs += cast("Any", output.logprobs)[len(self.logprobs) :]
             self._arrived.put_nowait(new)
         if output.error is not None:
             self.fail(FAILED, "failed", running=False)
+        elif output.is_finished() and isinstance(self.sampling.grammar, JsonGrammar) and self.sampling.grammar.failed:
+            self.fail(NO_WAY_ON, "failed", running=False)
         elif output.is_finished():
             self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
 
@@ -73,12 +79,6 @@ class Generation:
             if isinstance(item, ApiError):
                 raise item
             yield item
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """The numbers of tokens, as OpenAI's API counts them."""
-        new = len(self.tokens)
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new, "total_tokens": self.prompt_tokens + new}
 
     def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
         """Ends the request with an error."""
@@ -92,6 +92,12 @@ class Generation:
             self.outcome, self.ended = outcome, time.monotonic()
             self._arrived.put_nowait(None)
             self._engine.close(self, running=running)
+
+
+def usage_of(generations: list[Generation]) -> dict[str, int]:
+    """Returns the numbers of tokens of a request's answers, as OpenAI's API counts them."""
+    prompt, new = generations[0].prompt_tokens, sum(len(each.tokens) for each in generations)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class Engine:
@@ -109,7 +115,11 @@ class Engine:
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
         self._temperature, self._top_p = (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
+        self._seeds = random.Random(cfg.seed)  # of requests without one
         self._manager = self._create_manager()
+        vocabulary = text_config(loaded.model.config).vocab_size
+        self._sampler = self._manager.logit_processor = Sampler(cfg.server.max_running, vocabulary, loaded.model.device)
+        self._grammars = Grammars(loaded.tokenizer, vocabulary, self._ends)
 
     def _create_manager(self) -> Any:
         from transformers import GenerationConfig
@@ -120,11 +130,10 @@ class Engine:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = model.config.get_text_config().eos_token_id if ends is None else ends
         self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        # Any temperature and top_p other than 1 make processors, which then take the numbers of each request.
-        sampled = GenerationConfig(do_sample=True, temperature=0.5, top_p=0.5, top_k=0, eos_token_id=sorted(self._ends) or -1)
-        config = paged_cache_config(model, self._cfg.server, self.sparse, seed=self._cfg.seed)
+        generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._ends) or -1)
+        config = paged_cache_config(model, self._cfg.server, self.sparse)
         with _served(model, self.sparse):
-            return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=config)
+            return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
 
     def start(self) -> None:
         """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its thread.
@@ -140,6 +149,8 @@ class Engine:
                 f"memory is too small for the KV cache ({first_line(error)}); lower server.pages or server.batch_tokens, "
                 "or leave out server.pages"
             ) from error
+        batches = self._manager.batch_processor.inputs_and_outputs
+        batches.prepare_batch_update = partial(self._sampler.collect, batches.prepare_batch_update)
         if self._cache.num_blocks < pages_of(self.longest, server):
             raise too_small(model, server, self._cache.num_sectors * self._cache.bytes_per_sector)
         self._other_threads, threading.excepthook = threading.excepthook, self._on_lost_thread
@@ -199,14 +210,36 @@ class Engine:
         if self.fault is not None:
             raise ApiError(503, "the server has failed and is ending", code="unavailable")
 
-    def submit(self, prompt: list[int], max_tokens: int, temperature: float | None, top_p: float | None) -> Generation:
-        """Begins a request; ApiError if the server stops or has failed.
+    def samplings(self, body: Body) -> list[Sampling]:
+        """Returns the parameters of each answer that a request asks for; ApiError for a grammar that is not valid.
 
         ``temperature`` and ``top_p`` are by default those of the model's generation_config.json, or 1.
         """
+        if unknown := next((token for token in body.logit_bias or () if token >= self._sampler.vocabulary), None):
+            message = f"logit_bias: token {unknown} is none of the {self._sampler.vocabulary} of the model"
+            raise ApiError(400, message, param="logit_bias")
+        seed = self._seeds.getrandbits(64) if body.seed is None else body.seed
+        return [
+            Sampling(
+                f"{seed} {number}",
+                temperature=self._temperature if body.temperature is None else body.temperature,
+                top_p=self._top_p if body.top_p is None else body.top_p,
+                top_k=max(body.top_k or 0, 0),
+                min_p=body.min_p or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                logit_bias=body.logit_bias or {},
+                grammar=None if body.schema_of_answer is None else self._grammars.of_schema(body.schema_of_answer),
+                logprobs=body.number_of_logprobs,
+            )
+            for number in range(body.n or 1)
+        ]
+
+    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Generation:
+        """Begins an answer; ApiError if the server stops or has failed."""
         self._check_runs()
         self._loop = asyncio.get_running_loop()
-        generation = Generation(self, f"request-{next(self._names)}", len(prompt))
+        generation = Generation(self, f"request-{next(self._names)}", len(prompt), sampling)
         self._open[generation.name] = generation
         self._manager.register_result_handler(generation.name, generation.deliver)
         added = self._manager.add_request(
@@ -215,18 +248,12 @@ class Engine:
             max_new_tokens=max_tokens,
             streaming=True,
             eos_token_id=sorted(self._ends) or -1,
-            **self._sampling(temperature, top_p),
+            sampling=sampling,
         )
         if added is None:  # the thread has ended since the check
             generation.end("failed")
             raise ApiError(503, "the server has failed and is ending", code="unavailable")
         return generation
-
-    def _sampling(self, temperature: float | None, top_p: float | None) -> dict[str, float]:
-        """Returns the arguments of the manager's processors, which refuse integers."""
-        temperature = self._temperature if temperature is None else temperature
-        top_p = self._top_p if top_p is None else top_p
-        return GREEDY if temperature < GREEDY_BELOW else {"temperature": float(temperature), "top_p": float(top_p)}
 
     def close(self, generation: Generation, *, running: bool) -> None:
         """Forgets a request that has ended, and cancels it if it is ``running`` in the manager."""

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.errors import first_line
-from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.answers import INCOMPLETE, ApiError
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONG_TEXT, PART = 2**20, 2**18  # characters of a text whose tokens are counted in parts first, and of a part
-INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 
 
 class PromptEncoder:
@@ -112,6 +111,13 @@ class TokenText:
     def _decode(self, start: int, end: int) -> str:
         tokens = self._tokens[start:end]
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) if tokens else ""
+
+
+def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    """Returns the text of a token inside a text, where it keeps its leading space; of a special token, its name."""
+    before = tokenizer("a", add_special_tokens=False).input_ids[-1:]
+    start, both = (cast("Any", tokenizer).decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token]))
+    return both[len(start) :]
 
 
 class StopStrings:
