@@ -152,10 +152,12 @@ class Sampler:
         """Stands in for the manager's ``prepare_batch_update``: counts the new tokens, and adds their log-probabilities."""
         requests, tokens, _ = update()
         reports: list[Logprobs | None] = [None] * len(tokens)
+        asked = any(each.logprobs is not None for each in self.samplings)
+        chosen, best, values = (x.tolist() if asked else [] for x in (self._chosen, self._tokens, self._values))
         for row, (sampling, token) in enumerate(zip(self.samplings, tokens, strict=False)):
             sampling.accept(token)
             if sampling.logprobs is not None:
-                best = zip(self._tokens[row].tolist(), self._values[row].tolist(), strict=True)
-                reports[row] = Logprobs(token, self._chosen[row].item(), [*best][: sampling.logprobs])
+                likeliest = [*zip(best[row], values[row], strict=True)][: sampling.logprobs]
+                reports[row] = Logprobs(token, chosen[row], likeliest)
         self.samplings = []
         return requests, tokens, reports
