@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from msattn.trainer.artifacts.model_config import KEY, OWN, settings_of
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import enable
 from msattn.trainer.serving.options import AttachOptions, artifact_options
 
@@ -80,7 +79,7 @@ def _find_model(module: nn.Module, name: str, submodule: Any) -> None:
 
 
 def _is_asked(model: Any) -> bool:
-    return text_config(model.config)._attn_implementation == NAME
+    return model.config._attn_implementation == NAME
 
 
 def _intercept(model: nn.Module) -> None:
@@ -95,28 +94,27 @@ def _first_use(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable
 def _enable(model: Any, args: tuple = ()) -> None:
     """Enables a model, unless one that it is part of is enabled already; after an error the next use tries again."""
+    from transformers import PreTrainedModel
+
     with _enabling:
         for method in METHODS:
             if getattr(vars(model).get(method), "func", None) is _first_use:
                 del vars(model)[method]
-        if _is_asked(model):
-            _enable_alone(model)
+        if asked := [each for each in model.modules() if isinstance(each, PreTrainedModel) and _is_asked(each)]:
+            _enable_alone(model, asked)
         if model in _waiting:
             _waiting.pop(model).remove()
 
 
-def _enable_alone(model: Any) -> None:
+def _enable_alone(model: Any, asked: list[Any]) -> None:
     """Enables a model, whose layers that are not served get the implementations that transformers chooses by itself."""
-    from transformers import PreTrainedModel
-
-    named = [each for each in model.modules() if isinstance(each, PreTrainedModel) and each.config._attn_implementation == NAME]
     try:
         options = configured_options(model.config)
-        for each in named:
+        for each in asked:
             each.config._attn_implementation = each.get_correct_attn_implementation(None)
         enable(model, **vars(options))
     except BaseException:
-        for each in named:
+        for each in asked:
             each.config._attn_implementation = NAME
         _intercept(model)
         raise
