@@ -25,6 +25,7 @@ def commands(document: str) -> list[str]:
 
 
 WITH_VALUES = ("--prompt", "--prompt-file", "--model", "--data", "--config-dir", "--cfg", "--host", "--port", "--api-key")
+OTHER_COMMANDS = ("demo", "push", "configure", "import-gate", "doctor", "help", "--help", "--install-completion")
 
 
 def overrides_of(words: list[str]) -> list[str]:
@@ -85,16 +86,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
             if COMMANDS[words[0]].trains and isinstance(cfg, RunConfig) and not {"--cfg", "--data"} & set(words):
                 cfg.check_text()
         elif program == "msattn":
-            assert words[0] in (
-                "demo",
-                "push",
-                "configure",
-                "import-gate",
-                "doctor",
-                "help",
-                "--help",
-                "--install-completion",
-            ), line
+            assert words[0] in OTHER_COMMANDS, line
         else:
             assert program in ("pip", "git", "python", "cd", "vllm"), f"{document}: {line}"
     for block in blocks(document, "python"):

@@ -78,7 +78,7 @@ def test_log_probabilities_of_a_chat(client: OpenAI) -> None:
     assert [(each.token, each.top_logprobs) for each in plain.logprobs.content] == [(each.token, []) for each in content]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_answers_have_seeds_of_their_own(served: Running, client: OpenAI, stream: bool) -> None:
     def ask(**options: Any) -> list[str]:
         answer: Any = client.completions.create(**ASK | {"temperature": 1.5, "stream": stream} | options)
@@ -170,6 +170,7 @@ def test_an_answer_without_a_way_on_fails_alone(served: Running, client: OpenAI,
     assert served.post(json=ASK).status_code == 200
 
 
+@pytest.mark.slow
 def test_requests_that_are_set_back_go_on_with_their_numbers(small: Loaded) -> None:
     """There are pages for two of four answers at a time."""
     asked: list[Any] = [
