@@ -25,6 +25,9 @@ from msattn.kernels.types import Backend
 
 ROWS = 64  # per tile: the rows of a Hopper tensor core instruction
 CHUNK = 32  # pooled channels per step of the projection
+DEPTH = 32  # channels per step of a product
+STAGES = 2
+UNROLLED = 128  # channels of both terms up to which the loop of a product is unrolled; more exceed the shared memory of an A100
 
 
 def gate_scores(
@@ -115,17 +118,18 @@ def launch(
     scores = _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size)
     batch, heads, rows, cols = scores.shape
     hidden = gate_q.shape[3]
-    mean_q = mean_k = None
+    head, mean_q, mean_k = 0, None, None
     if q_rope is not None and k_rope is not None:
         mean_k = pooling.launch(k_rope, "avg", block_size, kv_start)
         mean_q = pooling.launch(q_rope, "avg", block_size, first)
         mean_q = mean_q if len(query_weight) == q.shape[1] else mean_q.unflatten(1, (heads, -1)).mean(2)
         mean_q *= mean_weight * LOG2_E
+        head = q.shape[3]
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
         gate_q, gate_k, mean_q, mean_k, scores, kv_start,
         num_queries, num_keys, num_keys - num_queries, rows, cols, k.shape[1],
-        HIDDEN=hidden, HEAD=0 if mean_k is None else q.shape[3], BLOCK=block_size, ROWS=ROWS, COLS=64,
-        DEPTH=min(32, padded_head(hidden)), num_warps=4, num_stages=2 if hidden <= 128 else 1,
+        HIDDEN=hidden, HEAD=head, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)),
+        UNROLL=hidden + head <= UNROLLED, num_warps=4, num_stages=STAGES,
     )  # fmt: skip
     return scores
 
@@ -204,6 +208,7 @@ def _project_kernel(
 def _map_kernel(
     q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, cols, kv_heads,
     HIDDEN: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -222,7 +227,7 @@ def _map_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS, UNROLL)
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
@@ -232,7 +237,7 @@ def _map_kernel(
 
     scores_ptr += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS)
+        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS, UNROLL)
         c = start + tl.arange(0, COLS)[None, :]
         tl.store(scores_ptr + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
@@ -243,21 +248,31 @@ def _map_kernel(
 @triton.jit
 def _logits(
     q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols,
-    HIDDEN: tl.constexpr, HEAD: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Returns logits of rows ``r`` and COLS columns, -inf from each row's ``end`` on."""
     c = start + tl.arange(0, COLS)
-    s = _add_products(tl.zeros([r.shape[0], COLS], tl.float32), q_ptr, k_ptr, r, c, rows, cols, HIDDEN, DEPTH)
+    s = _add_products(tl.zeros([r.shape[0], COLS], tl.float32), q_ptr, k_ptr, r, c, rows, cols, HIDDEN, DEPTH, UNROLL)
     if HEAD:
-        s = _add_products(s, mean_q_ptr, mean_k_ptr, r, c, rows, cols, HEAD, DEPTH)
+        s = _add_products(s, mean_q_ptr, mean_k_ptr, r, c, rows, cols, HEAD, DEPTH, UNROLL)
     return tl.where(c[None, :] < end[:, None], s, float("-inf"))
 
 
 @triton.jit
-def _add_products(s, q_ptr, k_ptr, r, c, rows, cols, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
-    for first in tl.static_range(0, WIDTH, DEPTH):
-        d = first + tl.arange(0, DEPTH)[None, :]
-        q = tl.load(q_ptr + r[:, None] * WIDTH + d, mask=(r < rows)[:, None] & (d < WIDTH), other=0.0)
-        k = tl.load(k_ptr + c[:, None] * WIDTH + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)
-        s = tl.dot(q, tl.trans(k), s, input_precision="tf32x3")
+def _add_products(s, q_ptr, k_ptr, r, c, rows, cols, WIDTH: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr):
+    """Adds the products of vectors of rows ``r`` and columns ``c``, WIDTH channels each."""
+    if UNROLL:
+        for first in tl.static_range(0, WIDTH, DEPTH):
+            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, DEPTH)
+    else:
+        for first in tl.range(0, WIDTH, DEPTH):  # type: ignore[misc]
+            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, DEPTH)
     return s
+
+
+@triton.jit
+def _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+    d = first + tl.arange(0, DEPTH)[None, :]
+    q = tl.load(q_ptr + r[:, None] * WIDTH + d, mask=(r < rows)[:, None] & (d < WIDTH), other=0.0)
+    k = tl.load(k_ptr + c[:, None] * WIDTH + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)
+    return tl.dot(q, tl.trans(k), s, input_precision="tf32x3")

@@ -165,8 +165,9 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import block_counts
 
     q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
-    usual, other = (4, head_size, None, (q, k, 0.5)), (2, 24, starts([8, 0]), (None, None, 0.0))
-    heads, hidden, kv_start, means = _choose([usual, other], head_size, sm)
+    usual, other = (4, head_size, None), (2, 24, starts([8, 0]))
+    heads, hidden, kv_start = _choose([usual, other], head_size, sm)
+    means = (q, k, 0.5) if heads == 4 or head_size == 256 else (None, None, 0.0)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
     op.launch(q, k, *weights, torch.zeros(hidden // 2), "avg", "max,min", 16, kv_start, *means)
     block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
