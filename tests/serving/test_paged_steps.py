@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.cache.passes import PagedPass

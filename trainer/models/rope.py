@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters, text_config
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
-from msattn.trainer.models.layer_attention import causal_attention
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,7 +18,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import served_layers
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.cache.pages import AllocatedState, PagedState

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.pages import PagedState, PromptChunk

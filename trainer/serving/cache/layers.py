@@ -18,7 +18,7 @@ from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter, block_of_keys
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.buffer import Buffer
 from msattn.trainer.serving.cache.pooled_keys import PooledKeys

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_keys
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 

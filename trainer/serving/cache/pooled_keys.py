@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from msattn.trainer.methods.gate.attn_gate import pool_keys
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
 )
 
 from msattn.trainer.models.families import attention_layers
-from msattn.trainer.models.layer_inputs import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.cache.passes import PagedPass
