@@ -10,7 +10,6 @@ from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 
@@ -163,9 +162,7 @@ def layer_index(layers: list[int], layer: int) -> int:
 
 
 def top_buckets(scores: Tensor, probes: int) -> Tensor:
-    """Returns the ``probes`` buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered."""
-    buckets = scores.shape[-1]
-    require(0 <= probes <= buckets, "probes", probes, f"accepted are 0 to {buckets}, the number of buckets")
+    """Returns the ``probes`` (0 to C) buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered."""
     return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
 

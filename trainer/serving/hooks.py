@@ -15,17 +15,17 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.families import check_length, num_layers, served_layers
 from msattn.trainer.models.tap import PAGES, NotCopied, is_tapped
-from msattn.trainer.serving.cache.install import check_memory, install_layers
+from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS, BucketLayer
 from msattn.trainer.serving.fused import replaced
-from msattn.trainer.serving.inputs import check_held, check_inputs
+from msattn.trainer.serving.inputs import check_held, check_inputs, check_memory
 from msattn.trainer.serving.sparse import Sparse
 
 
 @contextmanager
 def hooked(decoder: nn.Module, sparse: Sparse) -> Iterator[None]:
     """Registers the hooks of a decoder inside the context."""
-    hooks = DecoderHooks(sparse)
+    hooks = DecoderHooks(sparse, decoder.config)
     handles = [
         decoder.register_forward_pre_hook(hooks.prepare_cache, with_kwargs=True),
         decoder.register_forward_hook(hooks.guard_backward),
@@ -62,8 +62,9 @@ def padding_before_text(model: Any) -> Iterator[None]:
 class DecoderHooks(NotCopied):
     """The hooks of one decoder with sparse attention."""
 
-    def __init__(self, sparse: Sparse) -> None:
+    def __init__(self, sparse: Sparse, config: Any) -> None:
         self.sparse, self.attached = sparse, True
+        self.served = served_layers(config)
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -92,23 +93,22 @@ class DecoderHooks(NotCopied):
         config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
-            layers, served = num_layers(config), served_layers(config)
+            layers, routed = num_layers(config), self.sparse.routed
             dense = tuple(set(range(layers)) - self.sparse.routed_layers)
-            routed = self.sparse.routed
             router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)
-            install_layers(cache, router, num_layers=layers, served=served, dense_layers=dense, rebuild_every=every)
+            install_layers(cache, router, num_layers=layers, served=self.served, dense_layers=dense, rebuild_every=every)
         cached = cache.get_seq_length()
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
             return
-        check_held(cache, config, len(tokens), self.sparse.kv_heads, every_layer=is_new)
+        check_held(cache, config, self.served, len(tokens), self.sparse.kv_heads, every_layer=is_new)
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)
         new = tokens.shape[1]
         if new > (MAX_ROUTED_TOKENS if cached else 1):  # decoded tokens and drafts may exceed the positions
             check_length(config, cached + new, f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else ""))
-        check_memory(cache, config, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
+        check_memory(cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError where the model would silently run without this attention, or without attention weights."""

@@ -4,14 +4,15 @@ Types and shapes are always checked. Ids are read from the device once for a pro
 would have to wait for a GPU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import attention_layers, head_dim, num_layers, served_layers
+from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads, num_layers
+from msattn.trainer.serving.cache.buffer import grown_capacity
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -64,13 +65,13 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
     return embeddings
 
 
-def check_held(cache: Any, config: Any, batch: int, kv_heads: int, *, every_layer: bool) -> None:
+def check_held(cache: Any, config: Any, served: Sequence[int], batch: int, kv_heads: int, *, every_layer: bool) -> None:
     """Raises UserError unless the keys and values of a cache are those of ``batch`` sequences of this model.
 
-    The served layers are GrowingLayers with the ``kv_heads`` of this process. Every one is checked once for each cache; the
+    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every one is checked once for each cache; the
     first and the last one show whether a pass was interrupted.
     """
-    layers, served = cache.layers, served_layers(config)
+    layers = cache.layers
     length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers(config):
         raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
@@ -81,6 +82,28 @@ def check_held(cache: Any, config: Any, batch: int, kv_heads: int, *, every_laye
             held[2] = min(buffer.length, held[2])
             if held != accepted:
                 raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; accepted is {accepted}")
+
+
+def check_memory(
+    cache: Any, config: Any, served: Sequence[int], batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises UserError if a static cache has too few positions for ``tokens`` more, or a GPU too little free memory."""
+    first, length = cache.layers[served[0]], cache.get_seq_length()
+    capacity, limit = first.key_buffer.capacity, first.max_cache_len
+    if limit is not None and length + tokens > limit:
+        raise UserError(f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many positions")
+    if device.type != "cuda" or length + tokens <= capacity:
+        return
+    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
+    wanted, held = grown_capacity(length + tokens), size_of_token * capacity
+    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(served)  # layers grow in turn
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reusable
+    if needed > free:
+        raise UserError(
+            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs {needed:,} bytes more, and {free:,} "
+            "bytes are free; shorten the prompt or make the batch smaller"
+        )
 
 
 def _is_converted(mask: Any, batch: int) -> bool:

@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache, StaticLayer
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.untrained.clusters import KeyClusters
-from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
-from msattn.trainer.serving.cache.buffer import grown_capacity
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, ClusterLayer, GrowingLayer
 
 
@@ -73,27 +70,6 @@ def can_crop(cache: Cache) -> bool:
     """Returns whether the last tokens can be removed: layers with a window that is full have forgotten those before it."""
     layers: list[Any] = cache.layers
     return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
-
-
-def check_memory(cache: Any, config: Any, batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises UserError if a static cache has too few positions for ``tokens`` more, or a GPU too little free memory."""
-    layers = served_layers(config)
-    first, length = cache.layers[layers[0]], cache.get_seq_length()
-    capacity, limit = first.key_buffer.capacity, first.max_cache_len
-    if limit is not None and length + tokens > limit:
-        raise UserError(f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many positions")
-    if device.type != "cuda" or length + tokens <= capacity:
-        return
-    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(layers)
-    wanted, held = grown_capacity(length + tokens), size_of_token * capacity
-    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(layers)  # layers grow in turn
-    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + reusable
-    if needed > free:
-        raise UserError(
-            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs {needed:,} bytes more, and {free:,} "
-            "bytes are free; shorten the prompt or make the batch smaller"
-        )
 
 
 def _is_replaceable(layer: Any) -> bool:
