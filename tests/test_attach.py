@@ -27,7 +27,7 @@ from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
-EVERY_BLOCK = SelectConfig(sparsity=0.0, dense_below=0)
+EVERY_BLOCK = SelectConfig(sparsity=0.0)
 NEAREST_HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 
 
@@ -148,10 +148,8 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
 @torch.no_grad()
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
-    select = SelectConfig(sparsity=0.8, dense_below=64, sink_blocks=0, local_blocks=0)
-    with attach(
-        model, gate=gate_for(model), select=select, qmodel=random_partition(), probes=1, recent=4, dense_layers=()
-    ) as sparse:
+    select, routed = SelectConfig(sparsity=0.8, sink_blocks=0, local_blocks=0), {"probes": 1, "recent": 4, "dense_layers": ()}
+    with attach(model, gate=gate_for(model), select=select, qmodel=random_partition(), dense_below=64, **routed) as sparse:
         logits = model(short).logits
         stats = sparse.stats()
         assert (stats["dense_by_choice"], stats["dense_fallbacks"], stats["sparsity"]) == (LAYERS, 0, 0)
@@ -180,15 +178,14 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(gate=gate) == 4096
     assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 4096
     assert sparsities == [0.5, 0.8]
-    assert dense_below(gate=gate, select=SelectConfig(dense_below=17)) == 17
+    assert dense_below(gate=gate, dense_below=17) == 17
     assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
     assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"
     assert dense_below(select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
-    with pytest.raises(UserError, match=r"select\.dense_below=-1: accepted is an integer"):
-        SelectConfig(dense_below=-1)
-    with pytest.raises(UserError, match=r"select\.dense_below='never'"):
-        SelectConfig(dense_below="never")
+    for value in (-1, "never"):
+        with pytest.raises(UserError, match=rf"dense_below={value!r}: accepted is an integer"):
+            dense_below(gate=gate, dense_below=value)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from msattn.trainer.serving import build
 from tests.factory import random_tokens, tiny_model
 from tests.test_attach import gate_for, random_partition, save
 
-HALF = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 SPARSE: dict[str, Any] = {"select": HALF, "probes": 1, "recent": 4, "dense_layers": ()}
 
 
@@ -143,7 +143,7 @@ def test_models_of_the_same_shape_are_served(make: Callable[[Path], Any], tmp_pa
     assert 0.3 < stats["sparsity"] < 0.6
     assert stats["selectivity"] < 0.5
     assert not torch.allclose(last, dense[:, -1:], atol=1e-3)
-    everything: dict[str, Any] = {"select": SelectConfig(sparsity=0.0, dense_below=0), "probes": 6, "dense_layers": ()}
+    everything: dict[str, Any] = {"select": SelectConfig(sparsity=0.0), "probes": 6, "dense_layers": ()}
     with msattn.attach(model, **artifacts, **everything):
         torch.testing.assert_close(model(input_ids=ids)[0], dense, rtol=1e-4, atol=1e-4)
     if warning is not None:

@@ -50,7 +50,7 @@ GATE, ROUTER = gate(), partition()
 SCORES: dict[str, Any] = {"scores": "quest", "block_size": BLOCK}
 SELECTED: dict[str, Any] = {"select": SCORES, "sparsity": 0.5}
 ROUTED: dict[str, Any] = {"qmodel": ROUTER, "probes": 2, "recent": 5, "sink": 1, "dense_layers": ()}
-EVERY_BLOCK: dict[str, Any] = {"select": {**SCORES, "sparsity": 0.0, "dense_below": 0}}
+EVERY_BLOCK: dict[str, Any] = {"select": {**SCORES, "sparsity": 0.0}}
 EVERY_BUCKET: dict[str, Any] = {**ROUTED, "probes": BUCKETS}
 EVERYTHING: dict[str, Any] = {**EVERY_BLOCK, **EVERY_BUCKET}
 

@@ -24,7 +24,7 @@ VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that
     "token_budget": ("tokens", 256),
     "multiscale": ("shares", [0.2, 0.1, 0.2, 0.4]),
 }
-SHARED = {"policy", "scores", "sink_blocks", "local_blocks", "last_block", "dense_queries", "dense_below", "block_size", "seed"}
+SHARED = {"policy", "scores", "sink_blocks", "local_blocks", "last_block", "dense_queries", "block_size", "seed"}
 FOREIGN = [("topk", "mass"), ("calibrated", "threshold"), ("nucleus", "sparsity"), ("token_budget", "shares")]
 
 

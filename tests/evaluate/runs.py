@@ -48,7 +48,8 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         tracker=TrackerConfig(kind="none"),
         outputs=str(outputs),
         device="cpu",
-        select=SelectConfig(block_size=16, dense_below=10**6),  # an evaluation ignores dense_below
+        select=SelectConfig(block_size=16),
+        dense_below=10**6,  # an evaluation ignores it
         eval=replace(tasks, **changes),
         recent=16,
         sink=1,

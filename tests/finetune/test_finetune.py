@@ -240,7 +240,6 @@ def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], s
         ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk or multiscale"),
-        ({"select": SelectConfig(dense_below=4096)}, "select.dense_below=4096: auto or 0: finetune uses sparse attention"),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
     ],
 )

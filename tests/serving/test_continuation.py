@@ -18,7 +18,7 @@ from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_tokens, tiny_model
 from tests.test_attach import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores, random_partition
 
-HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
 
 
@@ -94,7 +94,7 @@ def test_the_last_queries_of_a_pass_can_read_every_block() -> None:
 @torch.no_grad()
 def test_training_free_selections_continue_a_cache(scores: str) -> None:
     model, ids = tiny_model(), random_tokens(1, 8 * BLOCK)
-    select = SelectConfig(sparsity=0.5, scores=scores, block_size=BLOCK, dense_below=0)
+    select = SelectConfig(sparsity=0.5, scores=scores, block_size=BLOCK)
     with attach(model, select=select):
         expected = model(ids).logits
     with attach(model, select=select) as sparse:
@@ -106,7 +106,7 @@ def test_training_free_selections_continue_a_cache(scores: str) -> None:
 @torch.no_grad()
 def test_a_cache_that_was_filled_outside_is_taken_over(family: str, rope: str) -> None:
     model, ids = tiny_model(family, rope), random_tokens(1, 120)
-    select, router = SelectConfig(sparsity=0.5, dense_below=0), random_partition()
+    select, router = SelectConfig(sparsity=0.5), random_partition()
     options: dict[str, Any] = {"qmodel": router, "probes": 2, "recent": 5, "dense_layers": ()}
     outside, inside = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids[:, :70], past_key_values=outside)

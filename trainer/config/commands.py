@@ -249,8 +249,6 @@ class FinetuneConfig(RunConfig):
             gate, how = self.artifacts.gate, f"gates are needed; msattn train-gate {self.arguments('base')} trains them"
             require(gate is not None, "artifacts.gate", gate, how)
             check_usable(self.select, self.refused)
-            below, why = self.select.dense_below, "auto or 0: finetune uses sparse attention in every chunk"
-            require(below in ("auto", 0), "select.dense_below", below, why)
             why = "only plain training (select.sparsity=0) is compiled"
             require(not self.train.compile, "train.compile", self.train.compile, why)
 
@@ -277,8 +275,7 @@ class ReadOptions:
         "layers in which decoding reads every key; null: as recorded with the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
-        "keys below which new tokens and, instead of select.dense_below, prompts are dense; null: where that is faster, as "
-        "measured. eval ignores it",
+        "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
         default=None,
     )
 

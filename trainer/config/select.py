@@ -66,11 +66,8 @@ class SelectConfig:
     ``dataclasses.replace`` changes the values of its keys, and :meth:`with_policy` the policy.
 
     Sink blocks, local blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local
-    blocks, as in their paper. ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens, and
-    prompts shorter than ``dense_below`` (of a batch, its longest), are dense and counted in ``stats()["dense_by_choice"]``.
-    ``dense_below="auto"`` is the break-even length measured on GPUs for gates at ``sparsity``
-    (:mod:`msattn.trainer.models.break_even`), and 0 on a CPU, for other scores and for policies without a sparsity;
-    ``msattn eval`` always measures sparse attention. A value out of range, or a key that the policy does not have, raises
+    blocks, as in their paper. ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense
+    and counted in ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy does not have, raises
     UserError.
     """
 
@@ -91,9 +88,6 @@ class SelectConfig:
         default="queries",
     )
     dense_queries: TokensOrZero = key("number of last tokens of a prompt that read every block", default=0)
-    dense_below: TokensOrZero | Annotated[Text, OneOf(("auto",))] = key(
-        "prompts with fewer tokens use dense attention; auto: the measured break-even length", default="auto"
-    )
     block_size: BlockSize = key("tokens in a block, for scores other than the gate's own", default=64)
     seed: Seed = key("seed of random scores", default=0)
 

@@ -49,7 +49,7 @@ class ModelInfo(NamedTuple):
 
 def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
-    gate, qmodel, dense_below, config = options.gate, options.qmodel, options.dense_below, model.config
+    gate, qmodel, config = options.gate, options.qmodel, model.config
     require(model.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
@@ -78,14 +78,12 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     if router is not None and reads is not None:
         if reads.budget == Probes(router.num_buckets) and options.probes is options.keys is None:
             _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
-        break_even = _break_even(model, router, reads, device)
         routed = RoutedDecoding(
-            router=router, **reads._asdict(), independent=options.independent,
-            routed_from=break_even if dense_below is None else lambda batch: dense_below,
-            measure_recall=options.measure_recall, statistics=statistics,
+            router=router, **reads._asdict(), independent=options.independent, dense_below=options.dense_below,
+            break_even=_break_even(model, router, reads, device), measure_recall=options.measure_recall, statistics=statistics,
         )  # fmt: skip
     return Sparse(
-        Dispatch(selection, routed, _dense_below(chosen, device) if dense_below is None else dense_below),
+        Dispatch(selection, routed, _prompt_break_even(chosen, device) if options.dense_below is None else options.dense_below),
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
@@ -132,15 +130,11 @@ def _selection_of_rank(chosen: SelectConfig | None, gate: Gate) -> Selection:
     return Selection.from_config(chosen, gate)
 
 
-def _dense_below(select: SelectConfig | None, device: torch.device) -> int:
-    """Returns the prompt length in tokens from which attention is sparse; see :class:`SelectConfig`. None: 0."""
-    if select is None:
-        return 0
-    if select.dense_below != "auto":
-        return int(select.dense_below)
-    if select.scores != "oracle" and isinstance(select, SparsityConfig):  # the oracle needs dense attention anyway
-        return prefill_break_even(select.sparsity, device)
-    return 0
+def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int:
+    """Returns the prompt length in tokens from which attention over blocks is faster than dense; 0 without a sparsity."""
+    if select is None or select.scores == "oracle" or not isinstance(select, SparsityConfig):
+        return 0  # the oracle needs dense attention anyway
+    return prefill_break_even(select.sparsity, device)
 
 
 def _break_even(model: ModelInfo, router: Router, reads: Reads, device: torch.device) -> Callable[[int], int]:

@@ -40,7 +40,7 @@ def config(outputs: Path, **changes: object) -> EvalRunConfig:
         decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
     )
     model = replace(cfg.model, presets=ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8))
-    select = SelectConfig(policy="calibrated", block_size=16, dense_below=10**6)
+    select = SelectConfig(policy="calibrated", block_size=16)
     return replace(cfg, **{"model": model, "data": DataConfig("stdlib"), "select": select, "probes": 2, **changes})
 
 

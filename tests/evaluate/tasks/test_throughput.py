@@ -20,7 +20,7 @@ SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=3
 
 def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> EvalRunConfig:
     """A small random model, whose untrained gate has blocks of 16 tokens."""
-    select = SelectConfig(policy="calibrated", block_size=16, dense_below=0)
+    select = SelectConfig(policy="calibrated", block_size=16)
     return config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
 
 

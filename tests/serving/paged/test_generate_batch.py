@@ -29,7 +29,7 @@ from tests.factory import prompts_of, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
 from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
 
-HALF: Any = SelectConfig(sparsity=0.5, dense_below=0, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 PRODUCTS = """
 import torch
 
@@ -95,7 +95,7 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     model, prompts = tiny_model(), prompts_of(150, 190, 97)
     attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
     if select != "gate":
-        attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK, dense_below=0)}
+        attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK)}
     dense = [alone(model, prompt) for prompt in prompts]
     if select == "vertical_slash":  # its pattern is that of the last queries of a pass, so only whole prompts agree
         prompts, dense = prompts[:1], dense[:1]

@@ -103,7 +103,7 @@ CAPTIONS = {
     ),
     "latency": (
         "Left: speed-up of the time to the first token over the fastest dense attention, by length. Below 1 dense attention "
-        "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>select.dense_below</code>. Right: the "
+        "is faster; <code>msattn.attach</code> uses it for prompts shorter than <code>dense_below</code>. Right: the "
         "parts of the time at the longest prompt. With many methods, each is shown in its setting that reads the fewest keys."
     ),
 }
