@@ -109,8 +109,9 @@ class Forms(NamedTuple):
 
 
 def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
-    """Returns the forms of the operation ``name`` of a module, all with the same options."""
-    return Forms(*(partial(getattr(each, name), **options) for each in (module, reference, eager)))
+    """Returns the forms of the operation ``name`` of a module, all with the same options; a reference may be the eager form."""
+    exact = getattr(reference, name)
+    return Forms(*(partial(form, **options) for form in (getattr(module, name), exact, getattr(eager, name, exact))))
 
 
 def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str) -> Call:

@@ -1,4 +1,4 @@
-"""Each operation in eager PyTorch, with all scores materialized.
+"""Each operation in eager PyTorch, with all scores materialized, where that differs from its reference.
 
 These functions compute in the precision of their input. They are a peer of the kernels, and their rounding error sets the
 tolerance in the check of the kernels. There is no padding, and prefill has as many queries as keys.
@@ -179,11 +179,6 @@ def pool_blocks(x: Tensor, poolings: list[str]) -> Tensor:
         "min": partial(torch.amin, dim=3),
     }
     return torch.cat([torch.cat([pool[name](part).to(statistics_dtype(x)) for name in poolings], -1) for part in parts], 2)
-
-
-def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
-    """Computes the softmax over the visible blocks, with masks before and after it."""
-    return logits.masked_fill(~visible, torch.finfo(logits.dtype).min).softmax(-1).masked_fill(~visible, 0)
 
 
 def best_blocks(scores: Tensor, counts: Tensor, visible: Tensor, always: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Benchmark cases of block selection: pooling, gate scores, best blocks."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,9 +34,9 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
     work = Work(2 * size * scored * (3 * size + blocks), moved)
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
-    plain = partial(reference.gate_scores, **gate)
-    compared = [peers.eager(plain, layers, work, 3 * scored * blocks, setting="gate")]
-    yield BenchCase(partial(op.gate_scores, **gate), plain, plain, layers, work, compared, "gate")
+    forms = forms_of(op, "gate_scores", **gate)
+    compared = [peers.eager(forms.eager, layers, work, 3 * scored * blocks, setting="gate")]
+    yield BenchCase(*forms, layers, work, compared, "gate")
 
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -64,8 +63,9 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     visible = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device).tril_()
     visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
     work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())
-    compared = [peers.eager(eager.block_softmax, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
-    yield BenchCase(*forms_of(op, "block_softmax"), [(logits, visible)], work, compared, "softmax")
+    forms = forms_of(op, "block_softmax")
+    compared = [peers.eager(forms.eager, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
+    yield BenchCase(*forms, [(logits, visible)], work, compared, "softmax")
     diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Interval, MinLen
 
-from msattn.trainer.config.schema import Count, DType, Flag, Int, Number, OneOf, Sparsity, Text, Tokens, key, schema
+from msattn.trainer.config.schema import DTYPE, Count, DType, Flag, Int, Number, OneOf, Sparsity, Text, Tokens, key, schema
 from msattn.trainer.config.values import require
 
 PEERS = ("flash", "cudnn", "efficient", "math", "flex", "eager", "block_sparse", "product")
@@ -25,7 +25,7 @@ class BenchConfig:
     )
     heads: list[Heads] | None = key("query heads, key/value heads; null: 32, 8 on a GPU, 8, 2 on a CPU", default=None)
     head_size: Int = key("channels of a head, a multiple of 8 up to 256", default=128)
-    dtype: DType = key("auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16", default="auto")
+    dtype: DType = key(DTYPE, default="auto")
     batch: Count = key("number of sequences", default=1)
     sparsities: Annotated[list[Sparsity], MinLen(1)] = key(
         "shares of the visible keys that are not read, for operations that select", default=[0.9, 0.8, 0.5]

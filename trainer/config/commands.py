@@ -14,6 +14,7 @@ from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import TASKS, EvalConfig
 from msattn.trainer.config.model import ModelConfig
 from msattn.trainer.config.schema import (
+    DTYPE,
     Count,
     CountOrZero,
     DType,
@@ -130,7 +131,7 @@ class RunConfig(NamedConfig):
 
     model: ModelConfig
     data: DataConfig
-    dtype: DType = key("auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16", default="auto")
+    dtype: DType = key(DTYPE, default="auto")
 
     @property
     def folder(self) -> Path:

@@ -89,6 +89,7 @@ BlockSize = Annotated[Int, Interval(ge=16, le=128), AfterValidator(_power_of_two
 # For type checkers every sequence; pydantic makes lists of tuples, ranges and arrays.
 Layers = Sequence[int] if TYPE_CHECKING else list[CountOrZero]
 DType = Annotated[Text, OneOf(DTYPES)]
+DTYPE = "auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16"
 
 
 def key(text: str, *, default: Any = dataclasses.MISSING) -> Any:

@@ -17,7 +17,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
-from msattn.trainer.methods.buckets import Router, decode_defaults
+from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -105,9 +105,8 @@ class BucketRoutingMethod:
     @classmethod
     def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
         """Returns the router with the configured numbers, else those that its artifact records."""
-        defaults = decode_defaults(cfg.model.presets, router.num_buckets)
         keys = cfg.keys if isinstance(router, PREDICTING) else None
-        return cls(method, router, **serving_numbers(router, cfg.routing, defaults), keys=keys)
+        return cls(method, router, **serving_numbers(router, cfg.routing, cfg.model.presets), keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
         """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from msattn.trainer.config.model import ModelPresets
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.buckets import Router, decode_defaults
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -14,8 +15,8 @@ from msattn.trainer.models.families import num_layers
 from msattn.trainer.serving.loading import check_router
 from msattn.trainer.serving.options import AttachOptions
 
-# How routers are served whose manifest records nothing.
-SERVING: dict[str, Any] = {"probes": 32, "recent": 2047, "sink": 1, "dense_layers": (0,)}
+NUMBERS = ("probes", "recent", "sink", "dense_layers")
+PRESETS = ModelPresets()  # by which routers are served whose manifest records nothing
 
 
 class Reads(NamedTuple):
@@ -33,22 +34,22 @@ def reads_of(router: Router | None, options: AttachOptions, config: Any) -> Read
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
     another model.
     """
-    given = {name: getattr(options, name) for name in ("threshold", "keys", *SERVING)}
+    given = {name: getattr(options, name) for name in ("threshold", "keys", *NUMBERS)}
     if router is None:
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
         return None
     check_router(router, config)
-    defaults = SERVING if router.artifact else SERVING | {"probes": min(SERVING["probes"], router.num_buckets)}
-    numbers, layers = serving_numbers(router, given, defaults), num_layers(config)
+    numbers, layers = serving_numbers(router, given), num_layers(config)
     ok = max(numbers["dense_layers"], default=0) < layers
     require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
     return Reads(_budget(router, options, numbers.pop("probes")), **numbers)
 
 
-def serving_numbers(router: Router, given: Mapping[str, Any], defaults: Mapping[str, Any] = SERVING) -> dict[str, Any]:
-    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the defaults."""
+def serving_numbers(router: Router, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
+    """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers`` as ``given``, or as the router records, or the presets."""
+    defaults = decode_defaults(presets, router.num_buckets)
     recorded = router.artifact.manifest["details"].get("serving", {}) if router.artifact else {}
     found = {
         name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
