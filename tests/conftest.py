@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
     """
-    interpreted: Counter[str] = Counter()
+    interpreted: Counter[tuple[str, str]] = Counter()
     for item in items:
         arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         runs_kernel = arguments.get("backend") == "triton"
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif runs_kernel and "_agrees_with_" in item.name:
-            test = item.nodeid.partition("[")[0]
+            test = item.nodeid.partition("[")[0], str(arguments.get("operation"))
             interpreted[test] += 1
             if interpreted[test] > INTERPRETED_CASES:
                 item.add_marker(pytest.mark.slow)

@@ -1,0 +1,341 @@
+"""Tests that block_sparse_attention and multiscale_attention share: accuracy against fp64, gradients, edge cases."""
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msattn.kernels import reference
+from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.block_sparse_attention import forward as block_sparse_module
+from msattn.kernels.common.block_checks import ZOOMS
+from msattn.kernels.common.checks import query_offset
+from msattn.kernels.multiscale_attention import forward as multiscale_module
+from msattn.kernels.multiscale_attention import multiscale_attention
+from msattn.kernels.testing import (
+    Attention,
+    assert_within_budget,
+    block_numbers,
+    random_block_mask,
+    random_qkv,
+    starts,
+    tokens_of_blocks,
+)
+from msattn.kernels.types import Backend, SparseAttention
+from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, CASES, Case, gradient_rounding
+from tests.kernels.shared import BACKENDS
+
+CAPPED = [(2, 5.0), (1, 50.0), (5, 5.0), (8, 5.0)]  # numbers of cases, and limits
+
+
+def random_mask(
+    batch: int, heads: int, blocks: tuple[int, int], density: float = 0.4, device: str = "cpu", seed: int = 0
+) -> Tensor:
+    return random_block_mask(batch, heads, *blocks, density, device, seed)
+
+
+def random_zoom(
+    batch: int, heads: int, blocks: tuple[int, int], density: float = 0.7, device: str = "cpu", seed: int = 0
+) -> Tensor:
+    """Returns a random zoom map, ``uint8 [B, H, Tr, Tc]``.
+
+    A share ``density`` of the blocks is read, at uniformly drawn zooms.
+    """
+    mask = random_block_mask(batch, heads, *blocks, density, device, seed)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    levels = torch.randint(0, 4, mask.shape, generator=generator, device=device, dtype=torch.int32)
+    return torch.where(mask, 2**levels, 0).to(torch.uint8)
+
+
+class Operation(NamedTuple):
+    """Attention over a map of blocks: the operation, its module, the name and dtype of the map, and how to draw one."""
+
+    attend: Callable[..., SparseAttention]
+    module: ModuleType
+    map: str
+    dtype: torch.dtype
+    draw: Callable[..., Tensor]
+
+
+BLOCK_SPARSE = Operation(block_sparse_attention, block_sparse_module, "block_mask", torch.bool, random_mask)
+MULTISCALE = Operation(multiscale_attention, multiscale_module, "zoom", torch.uint8, random_zoom)
+OPERATIONS = {"block_sparse_attention": BLOCK_SPARSE, "multiscale_attention": MULTISCALE}
+each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+def zoom_of_tokens(blocks: Tensor, case: Case, device: str) -> Tensor:
+    """Returns the zoom at which each query reads each key, by definition; a mask has zoom 1.
+
+    The result is ``uint8 [B, Hq, N, M]``, 0 for keys that are not read.
+    """
+    kv_start = starts(case.padding, device)
+    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, case.block_size
+    by_level = [tokens_of_blocks(blocks == z, *sizes) * z for z in ZOOMS]
+    tokens = torch.stack(by_level).sum(0).to(torch.uint8)
+    if case.causal:
+        start = (torch.zeros(case.batch, dtype=torch.int32, device=device) if kv_start is None else kv_start)[:, None]
+        offset = query_offset(case.num_queries, case.num_keys, True)
+        rows, cols = block_numbers(case.batch, case.num_queries, case.num_keys, True, kv_start, case.block_size)
+        first_query = start.clamp(min=offset) + rows.to(device) * case.block_size  # of the row block, [B, N]
+        last_key = (start + (cols.to(device) + 1) * case.block_size).clamp(max=case.num_keys) - 1  # of the block, [B, M]
+        ahead = last_key[:, None, None, :] > first_query[:, None, :, None]
+        tokens = tokens.where(~ahead, tokens.clamp(max=1))
+    return tokens * case.visible(device)
+
+
+def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -> Tensor:
+    """Replaces each token of ``x [B, H, M, D]`` by the mean of its group of z.
+
+    Means are rounded, their gradients are not.
+    """
+    rows = []
+    for b, row in enumerate(x.to(torch.promote_types(x.dtype, torch.float32))):
+        start = 0 if kv_start is None else int(kv_start[b])
+        length = x.shape[2] - start
+        groups = -(-length // z)
+        padded = torch.nn.functional.pad(row[:, start:], (0, 0, 0, groups * z - length))
+        sums = padded.reshape(x.shape[1], groups, z, x.shape[3]).sum(2)
+        sizes = torch.full((groups, 1), z, device=x.device)
+        sizes[-1:] = length - (groups - 1) * z
+        rows.append(torch.cat([row[:, :start], (sums / sizes).repeat_interleave(z, 1)[:, :length]], 1))
+    mean = torch.stack(rows)
+    return (mean + (mean.to(rounded_to).to(mean) - mean).detach()).to(x.dtype)
+
+
+def dense_definition(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, case: Case, scale: float, softcap: float | None
+) -> Attention:
+    """Attention by definition, in the dtype of q, with all scores in memory.
+
+    A mean of n keys with n times the weight equals n copies of the mean.
+    """
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    kv_start = starts(case.padding, str(q.device))
+    scores = torch.full(tokens.shape, -math.inf, dtype=statistics, device=q.device)
+    views = []
+    for z in ZOOMS:
+        keys, values = (means(x, z, kv_start, case.dtype).repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
+        level = (q @ keys.mT).to(statistics) * scale
+        scores = torch.where(tokens == z, level if softcap is None else softcap * torch.tanh(level / softcap), scores)
+        views.append((tokens == z, values))
+    nothing = (tokens == 0).all(-1)
+    lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)
+    probs = (scores - lse[..., None]).exp()
+    out = torch.stack([(probs * seen).to(q.dtype) @ values for seen, values in views]).sum(0)
+    return Attention(out, lse.masked_fill(nothing, -math.inf), probs)
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def gradients(got: Attention | SparseAttention, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) -> Gradients:
+    """Gradients through out and, for rows with visible keys, lse."""
+    dlse = dlse.masked_fill(~got.lse.isfinite(), 0)
+    return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
+
+
+def check(
+    operation: Operation,
+    case: Case,
+    blocks: Tensor,
+    backend: Backend,
+    device: str,
+    with_gradients: bool = True,
+    softcap: float | None = None,
+) -> None:
+    """Checks outputs, and gradients through out and lse, against the definition; padding holds NaN.
+
+    Gradients of queries without visible keys, and of keys that no query reads, are exactly 0.
+    """
+    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
+    tokens = zoom_of_tokens(blocks, case, device)
+    drawn = q, k, v = case.qkv(device)
+    leaves = shared.fill_padding(case, *drawn)
+    got = operation.attend(*leaves, blocks, **case.options(device), scale=scale, softcap=softcap, backend=backend)
+    assert got.out.dtype == case.dtype
+    assert got.lse.dtype == torch.float32
+    inputs, forms = {}, {}
+    for dtype in {torch.float64, torch.float32, case.dtype}:
+        inputs[dtype] = [x.to(dtype).requires_grad_(with_gradients) for x in drawn]
+        leaf_q, leaf_k, leaf_v = inputs[dtype]
+        forms[dtype] = dense_definition(leaf_q, leaf_k, leaf_v, tokens, case, scale, softcap)
+    assert_within_budget("out", got.out, forms[torch.float64].out, forms[case.dtype].out)
+    assert_within_budget("lse", got.lse, forms[torch.float64].lse, forms[torch.float32].lse)
+    unseen = (tokens == 0).all(-1)
+    assert (got.out[unseen] == 0).all()
+    if not with_gradients:
+        return
+    dout, dlse = torch.randn(got.out.shape, device=device).to(case.dtype), torch.randn(got.lse.shape, device=device)
+    actual = gradients(got, leaves, dout, dlse)
+    exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
+    roundings = gradient_rounding(q, k, v, dout, scale)
+    for name, x, y, z, rounding in zip(Gradients._fields, actual, exact, eager, roundings, strict=True):
+        assert x.dtype == case.dtype
+        assert_within_budget(name, x, y, z, **rounding._asdict())
+    assert (actual.dq[unseen] == 0).all()
+    unread = (tokens == 0).unflatten(1, (case.kv_heads, -1)).all(dim=3).all(dim=2)
+    assert (actual.dk[unread] == 0).all()
+    assert (actual.dv[unread] == 0).all()
+
+
+@each_operation
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("number", "softcap"), [CAPPED[0], *((n, None) for n in range(len(CASES))), *CAPPED[1:]], ids=str)
+def test_agrees_with_fp64(
+    operation: Operation, number: int, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
+    """Covers maps shared by batch or heads, and rows without a block."""
+    case = CASES[number]
+    heads = (case.q_heads, case.kv_heads, 1)[number % 3]
+    blocks = operation.draw(case.batch if number % 2 else 1, heads, case.blocks, device=device)
+    if number % 4 == 3:
+        blocks[:, :, -1] = 0
+    # Interpreted gradients take most of the time, so every second case checks the outputs alone.
+    with_gradients = device == "cuda" or backend == "torch" or number % 2 == 1
+    check(operation, case, blocks, backend, device, with_gradients, softcap)
+
+
+@pytest.mark.parametrize(
+    ("operation", "backend"),
+    [(BLOCK_SPARSE, "torch"), (MULTISCALE, "torch"), pytest.param(BLOCK_SPARSE, "triton", marks=pytest.mark.slow)],
+    ids=["block_sparse", "multiscale", "block_sparse_triton"],
+)
+@settings(max_examples=8, deadline=None)
+@given(
+    n=st.integers(1, 150),
+    more=st.integers(-20, 90),
+    causal=st.booleans(),
+    block=st.sampled_from([16, 64]),
+    softcap=st.sampled_from([None, 0.5, 5.0]),
+    seed=st.integers(0, 99),
+)
+def test_any_lengths(
+    operation: Operation,
+    backend: Backend,
+    device: str,
+    n: int,
+    more: int,
+    causal: bool,
+    block: int,
+    softcap: float | None,
+    seed: int,
+) -> None:
+    case = Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block)
+    check(operation, case, operation.draw(1, 2, case.blocks, 0.5, device, seed), backend, device, backend == "torch", softcap)
+
+
+@pytest.mark.gpu
+@each_operation
+def test_reference_at_4095_tokens(operation: Operation, device: str) -> None:
+    case = Case(1, 1, 1, 4095, 4095, 64)
+    blocks = operation.draw(1, 1, case.blocks, 0.1, device)
+    check(operation, case, blocks, "torch", device, with_gradients=operation is BLOCK_SPARSE)
+
+
+@each_operation
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_selected(operation: Operation, backend: Backend, device: str) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, head_size=16, device=device)]
+    blocks = torch.zeros(1, 1, 2, 2, dtype=operation.dtype, device=device)
+    got = operation.attend(q, k, v, blocks, block_size=16, backend=backend)
+    assert (got.out == 0).all()
+    assert (got.lse == -torch.inf).all()
+    for x in torch.autograd.grad(got, inputs, (torch.randn_like(got.out), torch.full_like(got.lse, torch.inf))):
+        assert (x == 0).all()
+
+
+@pytest.mark.slow
+@each_operation
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator(operation: Operation, backend: Backend, steady_device: str) -> None:
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 40, head_size=16, device=steady_device)]
+    blocks = operation.draw(1, 1, (2, 2), device=steady_device)
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return operation.attend(q, k, v, blocks, block_size=32, backend=backend)
+
+    arguments = (*inputs, blocks, starts([3], steady_device), 32, True, 0.1, 5.0, backend)
+    shared.assert_operator(operation.module._operator, arguments, step, q, k, v)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    shared.assert_same(*(torch.autograd.grad([x.square().sum() for x in f(q, k, v)], inputs) for f in (compiled, step)))
+
+
+@pytest.mark.slow
+@each_operation
+def test_accepts_output_gradients_of_any_layout(operation: Operation, device: str) -> None:
+    """Covers expanded, transposed and misaligned ones, and those of the LSE alone."""
+    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)]
+    blocks = operation.draw(1, 2, (3, 3), 0.5, device)
+    out, lse = operation.attend(q, k, v, blocks, block_size=32, backend="triton")
+    plain = torch.randn_like(out).contiguous()
+    transposed = plain.mT.contiguous().mT
+    shifted = torch.cat([plain.new_zeros(1), plain.flatten()])[1:].view_as(plain)
+    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, transposed, shifted))
+    for got in others:
+        shared.assert_same(got, want)
+    ones = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    shared.assert_same(torch.autograd.grad(out.sum(), inputs, retain_graph=True), ones)
+    assert (torch.autograd.grad(lse.sum(), inputs)[2] == 0).all()
+
+
+@each_operation
+@pytest.mark.parametrize(
+    ("shape", "change", "message"),
+    [
+        ((1, 2, 1, 1), {"block_size": 48}, "block_size=48"),
+        ((1, 2, 2, 1), {}, "row blocks must be 1"),
+        ((1, 3, 1, 1), {}, "heads must be 4 or 2 or 1"),
+        ((1, 2, 1, 1), {"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
+        ((1, 2, 1, 1), {"kv_start": starts([21])}, "kv_start=.21."),
+        ((1, 2, 1, 1), {"scale": float("nan")}, "scale=nan"),
+        ((1, 2, 1, 1), {"softcap": -1.0}, "softcap=-1.0"),
+    ],
+)
+def test_rejects_bad_arguments(operation: Operation, shape: tuple[int, ...], change: dict[str, Any], message: str) -> None:
+    q, k, v = random_qkv(1, 4, 2, 20)
+    exact = getattr(reference, operation.attend.__name__)
+    for attend in (operation.attend, exact):
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, v, torch.ones(shape, dtype=operation.dtype), **change)
+        with pytest.raises(ValueError, match=f"{operation.map} is torch.float32"):
+            attend(q, k, v, torch.ones(1, 2, 1, 1))
+
+
+def step_of(operation: Operation, inputs: Sequence[Tensor], blocks: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns a forward and backward pass on the same inputs."""
+    q, k, v = leaves = [x.requires_grad_() for x in inputs]
+    dout = torch.randn_like(q)
+
+    def step() -> tuple[Tensor, ...]:
+        got = operation.attend(q, k, v, blocks, **options)
+        return *got, *torch.autograd.grad(got, leaves, (dout, torch.ones_like(got.lse)))
+
+    return step
+
+
+@pytest.mark.gpu
+@each_operation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitwise_reproducible(operation: Operation, dtype: torch.dtype) -> None:
+    case = Case(2, 8, 2, 2000, 2000, 128, dtype, True, (0, 300))
+    blocks = operation.draw(1, 8, case.blocks, 0.3, "cuda")
+    shared.assert_reproducible(step_of(operation, case.qkv("cuda"), blocks, **case.options("cuda")), runs=20)
+
+
+@pytest.mark.gpu
+@each_operation
+def test_cuda_graph(operation: Operation) -> None:
+    """A captured forward and backward step follows maps that change in place."""
+    blocks = operation.draw(1, 4, (5, 5), 0.4, "cuda")
+    step = step_of(operation, random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda"), blocks)
+    shared.assert_cuda_graph(step, lambda: blocks.copy_(operation.draw(1, 4, (5, 5), 0.8, "cuda", seed=1)))
