@@ -29,32 +29,12 @@ SMALL_TILE, LARGE_TILE = 512, 4096
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:
-    """Normalizes rows by their root mean square, as LlamaRMSNorm in transformers.
+    """Normalizes rows ``x [..., D]`` by their root mean square, as LlamaRMSNorm in transformers.
 
-    Parameters
-    ----------
-    x : Tensor ``[..., D]``
-        Hidden states, or heads; fp32, fp16 or bf16, D up to 16384. Rows with regular strides are not copied, such as the heads
-        of a fused projection.
-    weight : Tensor ``[D]``
-        In x's dtype. A parameter: the kernel may load it while the kernel launched before is still running, so it must not be
-        that kernel's output.
-    eps : float
-        Added to the mean square.
-    backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, PyTorch for CPU tensors.
-
-    Returns
-    -------
-    Tensor ``[..., D]``
-        Contiguous on the Triton backend.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    NotImplementedError
-        If a gradient is required.
+    ``x`` is fp32, fp16 or bf16, D up to 16384. Rows with regular strides are not copied, such as the heads of a fused
+    projection. ``weight [D]``, in x's dtype, is a parameter: the kernel may load it while the kernel launched before is still
+    running, so it must not be that kernel's output. The result is contiguous on the Triton backend. Raises ValueError for an
+    invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("rms_norm", x, weight)
     _check_rms_norm(x, weight, eps)
@@ -66,26 +46,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None =
 
 
 def gated_silu(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> Tensor:
-    """Computes ``silu(gate) * up``, the gated activation of an MLP.
+    """Computes ``silu(gate) * up``, the gated activation of an MLP, of tensors ``[..., F]`` of one shape; fp32, fp16 or bf16.
 
-    Parameters
-    ----------
-    gate, up : Tensor ``[..., F]``
-        Of one shape; fp32, fp16 or bf16. Rows with regular strides are not copied, such as the halves of a fused projection.
-    backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, PyTorch for CPU tensors.
-
-    Returns
-    -------
-    Tensor ``[..., F]``
-        Contiguous on the Triton backend.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    NotImplementedError
-        If a gradient is required.
+    Rows with regular strides are not copied, such as the halves of a fused projection. The result is contiguous on the Triton
+    backend. Raises ValueError for an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("gated_silu", gate, up)
     _check_gated_silu(gate, up)
@@ -109,35 +73,14 @@ def rotate_and_append(
 ) -> Tensor:
     """Applies RoPE to one new token per sequence and writes its key and value to the cache.
 
-    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``.
+    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``. ``q [B, Hq, 1, D]``, ``k`` and
+    ``v [B, Hkv, 1, D]`` are before RoPE, fp32, fp16 or bf16 (fp64 on the torch backend); strided views are not copied. ``cos``
+    and ``sin``, ``[B | 1, 1, D]`` in q's dtype, have both halves filled, as the rotary embedding of a model returns them. The
+    cache, ``keys`` and ``values [B, Hkv, capacity, D]``, is written at ``position`` only, int64 ``[1]`` on q's device, and not
+    at all for a position outside it; a captured CUDA graph serves any position.
 
-    Parameters
-    ----------
-    q : Tensor ``[B, Hq, 1, D]``
-        Query before RoPE; fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are not copied.
-    k, v : Tensor ``[B, Hkv, 1, D]``
-        Key before RoPE, and value.
-    cos, sin : Tensor ``[B | 1, 1, D]``
-        Of the token, in q's dtype, both halves filled, as the rotary embedding of a model returns them.
-    keys, values : Tensor ``[B, Hkv, capacity, D]``
-        The cache, in q's dtype. Written at ``position`` only.
-    position : Tensor int64 ``[1]``
-        Cache position of the token in every sequence, on q's device; a captured CUDA graph serves any position. Nothing is
-        written for a position outside the cache.
-    backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, PyTorch for CPU tensors.
-
-    Returns
-    -------
-    Tensor ``[B, Hq, 1, D]``
-        Query after RoPE, contiguous.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    NotImplementedError
-        If a gradient is required.
+    Returns the query after RoPE, contiguous. Raises ValueError for an invalid argument, NotImplementedError if a gradient is
+    required.
     """
     check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
     _check_rotate_and_append(q, k, v, cos, sin, keys, values, position)

@@ -18,31 +18,12 @@ from msattn.kernels.types import Backend
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, backend: Backend | None = None) -> Tensor:
-    """Inverts the rotation of queries or keys, computing in fp32.
+    """Inverts the rotation of queries or keys ``x [B, H, N, D]``, computing in fp32; returns them in the dtype of x.
 
-    Parameters
-    ----------
-    x : Tensor ``[B, H, N, D]``
-        After RoPE; fp32, fp16 or bf16 (fp64 on the torch backend). Strided views are not copied.
-    cos, sin : Tensor ``[B | 1, N, r]``
-        Of each rotated channel, attention factor included, in any of these dtypes; r is even, up to D. The channels after the
-        first r stay.
-    interleaved : bool
-        Whether a pair is channels ``2 d`` and ``2 d + 1``, not ``d`` and ``d + r/2``.
-    backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, PyTorch for CPU tensors.
-
-    Returns
-    -------
-    Tensor ``[B, H, N, D]``
-        In the dtype of x; x itself if r is 0.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid.
-    NotImplementedError
-        If a gradient is required.
+    ``x`` is fp32, fp16 or bf16 (fp64 on the torch backend); strided views are not copied. ``cos`` and ``sin [B | 1, N, r]``, in
+    any of these dtypes, are of each rotated channel, attention factor included; r is even, up to D, and the channels after the
+    first r stay. A pair is channels ``d`` and ``d + r/2``, or if ``interleaved`` ``2 d`` and ``2 d + 1``. Raises ValueError for
+    an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("unrotate", x, cos, sin)
     _check(x, cos, sin)

@@ -28,28 +28,12 @@ def write_pages(
 ) -> None:
     """Writes each new token to a slot of its page.
 
-    Parameters
-    ----------
-    k, v : Tensor ``[Hkv, T, D]``
-        Keys and values of the new tokens. Strided views are not copied.
-    keys, values : Tensor ``[P, page_size, Hkv, D]``
-        The cache, in the dtype of k. Written at the slots of the tokens only. Any strides.
-    pages, offsets : Tensor int64 ``[T]``
-        Page of each token, and its offset in the page. A slot that several tokens share, as those of padding, has
-        undefined content.
-    ids : Tensor int32 or int64 ``[Hkv, T]``, optional
-        Bucket of each key.
-    buckets : Tensor int16 ``[P, page_size, Hkv]``, optional
-        Bucket of each slot, written with ``ids``.
-    backend : {"triton", "torch"}, optional
-        By default Triton for CUDA tensors, PyTorch for CPU tensors.
-
-    Raises
-    ------
-    ValueError
-        If an argument is invalid. The values of ``pages`` and ``offsets`` are not checked.
-    NotImplementedError
-        If a gradient is required.
+    ``k`` and ``v [Hkv, T, D]`` are those of the new tokens; strided views are not copied. The cache, ``keys`` and
+    ``values [P, page_size, Hkv, D]`` in the dtype of k with any strides, is written at the slots of the tokens only. ``pages``
+    and ``offsets``, int64 ``[T]``, whose values are not checked, are the page of each token and its offset in it; a slot that
+    several tokens share, as those of padding, has undefined content. ``ids``, int32 or int64 ``[Hkv, T]``, are the buckets of
+    the keys, which go to ``buckets``, int16 ``[P, page_size, Hkv]``. Raises ValueError for an invalid argument,
+    NotImplementedError if a gradient is required.
     """
     check_no_gradient("write_pages", k, v)
     if not k.is_floating_point() or k.dim() != 3 or min(k.shape) < 1:

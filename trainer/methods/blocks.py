@@ -158,18 +158,10 @@ def normalize_rows(scores: Tensor) -> Tensor:
 
 
 def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
-    """Splits the tokens from ``start`` on into blocks.
+    """Splits the tokens of ``x [B, H, N, D]`` from ``start`` on, int64 ``[B | 1]`` (None: 0), into blocks.
 
-    Parameters
-    ----------
-    x : ``[B, H, N, D]``.
-    start : int64 ``[B | 1]``, index of the first token of each sequence; None: 0.
-
-    Returns
-    -------
-    Tensor
-        ``[B, H, T, block_size, D]``, a view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block is
-        filled with the last token, which leaves its maximum and minimum unchanged.
+    Returns ``[B, H, T, block_size, D]``, a view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block
+    is filled with the last token, which leaves its maximum and minimum unchanged.
     """
     tokens = x.shape[2]
     blocks = -(-tokens // block_size)

@@ -74,18 +74,10 @@ class Selection:
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
-        Parameters
-        ----------
-        gate : the gate that scores of gates need.
-        scorer : source of the scores ``a_shape``, from ``measure_spans``; None: the one that
-            ``cfg.scores`` names.
-        thresholds : table of ``calibrate_blocks`` for the policy ``calibrated``; None: the gate's.
-
-        Raises
-        ------
-        UserError
-            The scores are those of a gate and there is no gate, those of the A shape and there is no ``scorer``, or the policy
-            is calibrated and there are no thresholds, or they were measured with other blocks that are always read.
+        Scores of gates need ``gate``, and scores ``a_shape`` the ``scorer`` from ``measure_spans``, which otherwise replaces
+        the one that ``cfg.scores`` names. The policy ``calibrated`` takes ``thresholds``, a table of ``calibrate_blocks``, or
+        those of the gate. Raises UserError if one of these is missing, or thresholds were measured with other blocks that are
+        always read.
         """
         scorer = scorer or _scorer(cfg, gate)
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL

@@ -167,17 +167,10 @@ def calibrate_blocks(
 ) -> dict[str, dict[str, Any]]:
     """Returns thresholds on the scores of each layer for a grid of mean sparsities, of all ``scorers`` in one dense pass.
 
-    Parameters
-    ----------
-    scorers : sources of block scores by name, of gates (``GateScores``) or of methods without training.
-    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
-    always : blocks that each row reads in any case.
-    allocation : of all scorers; None: that of each.
-
-    Returns
-    -------
-    dict
-        For each name, the fields of :class:`BlockThresholds`.
+    The scorers are those of gates (``GateScores``) or of methods without training, by name. ``chunks`` are this rank's items
+    ``{"input_ids": int64 [N]}``, from training text and never from test text. ``always`` are the blocks that each row reads in
+    any case, ``allocation`` that of all scorers (None: of each its own). The result has, by name, the fields of
+    :class:`BlockThresholds`.
     """
     allocations = {name: allocation or allocation_of(scorer) for name, scorer in scorers.items()}
     found: dict[tuple[str, int], _Histograms] = {}
@@ -316,20 +309,11 @@ def calibrate_keys(
 ) -> dict[str, Any]:
     """Returns thresholds on the density of buckets for a grid of mean shares of the keys outside the dense window.
 
-    Parameters
-    ----------
-    router : query classifiers, whose scores are probabilities, or decode gates, whose scores become probabilities.
-    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
-    recent, sink, dense_layers : as the router is served. The window of a chunk is at most half of it.
-
-    Returns
-    -------
-    dict
-        ``shares``, increasing; ``densities``: a threshold for each share.
-
-    Raises
-    ------
-    UserError : the dense window holds every key of the chunks.
+    ``router`` are query classifiers, whose scores are probabilities, or decode gates, whose scores become probabilities.
+    ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text. ``recent``,
+    ``sink`` and ``dense_layers`` are as the router is served; the window of a chunk is at most half of it. The result has
+    ``shares``, increasing, and ``densities``, a threshold for each. Raises UserError if the dense window holds every key of the
+    chunks.
     """
     layers = set(router.layers) - set(dense_layers) or set(router.layers)
     counts = torch.zeros(DENSITY_BINS, dtype=torch.float64, device=teacher.device)

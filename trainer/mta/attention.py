@@ -158,9 +158,7 @@ def convert(
 ) -> Any:
     """Replaces the attention of ``layers`` (default: all) by :class:`MultiTokenAttention`, in place; returns the model.
 
-    Raises
-    ------
-    UserError : an index out of range, or as :class:`MultiTokenAttention`; the model is then unchanged.
+    Raises UserError for an index out of range, or as :class:`MultiTokenAttention`; the model is then unchanged.
     """
     decoder: Any = model.base_model.layers
     indices = range(len(decoder)) if layers is None else sorted(set(layers))
@@ -176,11 +174,8 @@ def convert(
 def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
     """Converts the mask that transformers passes to a layer to ``kv_start``: int32 [B], or None without padding.
 
-    Raises UserError: a mask other than the causal mask of left-padded sequences.
-
-    Parameters
-    ----------
-    attention_mask : ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None for a plain causal mask.
+    The mask is ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None is a plain causal mask. Raises UserError for another
+    mask than the causal one of left-padded sequences.
     """
     if attention_mask is None:
         return None

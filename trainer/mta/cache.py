@@ -15,14 +15,8 @@ ROLLBACK = 32  # tokens that crop() can remove; assisted decoding proposes about
 class QueryWindowLayer(DynamicLayer):
     """Cache layer with the keys and values of all tokens and the queries of the latest ones.
 
-    Parameters
-    ----------
-    reach : number of preceding queries that the attention of a token needs.
-
-    Attributes
-    ----------
-    query_window : Tensor [B, Hq, n, D] or None
-        The latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
+    The attention of a token needs the queries of ``reach`` tokens before it. ``query_window``, ``[B, Hq, n, D]`` or None, are
+    the latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
     """
 
     def __init__(self, reach: int) -> None:
@@ -33,11 +27,8 @@ class QueryWindowLayer(DynamicLayer):
     def extend(self, q: Tensor) -> Tensor:
         """Adds the queries ``q [B, Hq, N, D]``; call it before :meth:`update` with the same tokens.
 
-        Raises UserError: :meth:`crop` has removed more tokens than the kept queries allow.
-
-        Returns
-        -------
-        Tensor [B, Hq, r + N, D] : the r preceding queries, at most ``reach``, followed by ``q``.
+        Returns the r preceding queries, at most ``reach``, followed by ``q``: ``[B, Hq, r + N, D]``. Raises UserError if
+        :meth:`crop` has removed more tokens than the kept queries allow.
         """
         if self.reach == 0:
             return q

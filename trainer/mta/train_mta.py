@@ -29,20 +29,10 @@ MAX_RESULT_BYTES = 1_000_000
 def train_mta(cfg: TrainMtaConfig) -> Path:
     """Trains a model on block retrieval and writes it; the job of ``msattn train-mta``.
 
-    Runs with the same seed have the same initial weights, problems and order of problems, whatever their attention.
-
-    Returns
-    -------
-    Path
-        ``outputs/mta/<name>/solver``: weights, and ``result.json`` with configuration and metrics. Checkpoints and metrics over
-        time are in the sibling folder ``runs/solver``.
-
-    Raises
-    ------
-    UserError
-        Before training: a result exists, or the device is missing.
-    TrainingDiverged
-        A loss is not finite. The last complete checkpoint is kept.
+    Runs with the same seed have the same initial weights, problems and order of problems, whatever their attention. Returns
+    ``outputs/mta/<name>/solver``: weights, and ``result.json`` with configuration and metrics. Checkpoints and metrics over
+    time are in the sibling folder ``runs/solver``. Raises UserError before training if a result exists or the device is
+    missing, and TrainingDiverged, with the last complete checkpoint kept, if a loss is not finite.
     """
     folder = artifacts.artifact_folder(cfg.outputs, "mta", cfg.name, "solver")
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
@@ -60,12 +50,7 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
 
 
 def load(folder: Path | str) -> Solver:
-    """Returns the trained solver in ``folder``, in fp32 on the CPU.
-
-    Raises
-    ------
-    UserError : the folder holds no result of ``msattn train-mta``, or a damaged one.
-    """
+    """Returns the trained solver in ``folder``, in fp32 on the CPU; UserError if there is none, or it is damaged."""
     from omegaconf import OmegaConf
 
     folder = Path(folder)

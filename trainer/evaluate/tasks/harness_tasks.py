@@ -46,11 +46,9 @@ class TaskSamples(NamedTuple):
 def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
 
-    Raises
-    ------
-    UserError : lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data cannot
-        be had or need code of their own, it runs code that the model writes, it needs images, or the tokenizer has no chat
-        template where one is asked for.
+    Raises UserError if lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data
+    cannot be had or need code of their own, it runs code that the model writes, it needs images, or the tokenizer has no chat
+    template where one is asked for.
     """
     settings = cfg.eval.harness
     for length in settings.lengths:

@@ -22,16 +22,10 @@ SPLIT_EPS = 1 / 1024  # relative distance by which the two centroids move apart 
 def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int, *, balance: float | None = None) -> Tensor:
     """Runs spherical k-means on ``H`` point sets at once, with the algorithm of ``faiss.Kmeans(spherical=True)``.
 
-    Parameters
-    ----------
-    points : ``[H, n, D]``, fp32, fp16 or bf16, on any device, ``n >= num_buckets``.
-    seed : of the random points that are the first centroids, followed by ``iterations`` Lloyd iterations.
-    balance : buckets with more than this multiple of the mean number of points are split during the first half of the
-        iterations; the second half adapts the centroids to the new buckets.
-
-    Returns
-    -------
-    Tensor : unit centroids ``[H, C, D]``, fp32. Bitwise reproducible for a seed on one kind of machine.
+    ``points [H, n, D]``, ``n >= num_buckets``, are fp32, fp16 or bf16 on any device. The first centroids are random points,
+    followed by ``iterations`` Lloyd iterations. Buckets with more than ``balance`` times the mean number of points are split
+    during the first half of the iterations; the second half adapts the centroids to the new buckets. Returns unit centroids
+    ``[H, C, D]``, fp32, bitwise reproducible for a seed on one kind of machine.
     """
     generator = torch.Generator().manual_seed(seed)
     first = torch.randperm(points.shape[1], generator=generator)[:num_buckets].to(points.device)
@@ -136,13 +130,9 @@ def fit_centroids(
 ) -> tuple[Tensor, list[dict[str, float]]]:
     """Clusters ``points [H, n, D]``, ``n >= cfg.num_buckets``, on ``device``.
 
-    ``advance`` is called with the number of heads that were clustered since the previous call. Raises UserError: some points
-    are not finite, or the engine is Faiss and it is not installed.
-
-    Returns
-    -------
-    centroids : fp32 ``[H, C, D]``, on the CPU.
-    stats : :func:`partition_stats` of each head.
+    Returns the centroids, fp32 ``[H, C, D]`` on the CPU, and :func:`partition_stats` of each head. ``advance`` is called with
+    the number of heads that were clustered since the previous call. Raises UserError if some points are not finite, or the
+    engine is Faiss and it is not installed.
     """
     engine = resolve_engine(cfg, device)
     points = points.to(device)

@@ -95,15 +95,10 @@ def cross_entropy(targets: Tensor, logits: Tensor) -> Tensor:
 def routing_recall(qmodel: QModel, data: QueryTargets, probes: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
     """Measures the divergence and the mean attention mass in the visited buckets, by layer.
 
-    ``probes``: numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`.
-
-    Returns
-    -------
-    dict
-        For each layer ``heldout_loss``, the mean of ``KL(target || classifier)`` on ``data`` in nats. For each layer and each
-        number of probes L: ``recall_qmodel@L`` for the buckets that the classifier ranks highest,
-        ``recall_kmeans@L`` for those with the largest products of query and centroid, ``recall_oracle@L`` for those with the
-        most mass.
+    ``probes`` are numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`. The result has
+    for each layer ``heldout_loss``, the mean of ``KL(target || classifier)`` on ``data`` in nats, and for each number of probes
+    L ``recall_qmodel@L`` for the buckets that the classifier ranks highest, ``recall_kmeans@L`` for those with the largest
+    products of query and centroid, ``recall_oracle@L`` for those with the most mass.
     """
     probes = probes or [2**i for i in range(min(MAX_PROBES, qmodel.num_buckets).bit_length())]
     max_probes = probes[-1]

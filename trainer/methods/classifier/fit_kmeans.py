@@ -38,14 +38,9 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     Rank r of n under ``torchrun`` fits the layers r, r + n, ... Every rank runs the model on all prompts and keeps the keys of
     its own layers. All ranks must see the same ``outputs`` folder.
 
-    Returns
-    -------
-    Path : the artifact's folder, ``outputs/<model.name>/<name>/kmeans``.
-
-    Raises
-    ------
-    UserError : the artifact exists, the model or the data is not supported, held-out text is also training text, there are more
-        buckets than keys, the keys do not fit into memory, or the engine is Faiss and it is not installed.
+    Returns the artifact's folder, ``outputs/<model.name>/<name>/kmeans``. Raises UserError if the artifact exists, the model or
+    the data is not supported, held-out text is also training text, there are more buckets than keys, the keys do not fit into
+    memory, or the engine is Faiss and it is not installed.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
     artifacts.check_writable(folder, cfg.overwrite)

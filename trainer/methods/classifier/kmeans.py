@@ -39,12 +39,7 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
 
     @classmethod
     def load(cls, path: str | Path) -> "KMeans":
-        """Loads a k-means artifact from a folder or a Hub id.
-
-        Raises
-        ------
-        UserError : the artifact is missing, damaged or of another kind.
-        """
+        """Loads a k-means artifact from a folder or a Hub id; UserError if it is missing, damaged or of another kind."""
         artifact = artifacts.read(path, kind="kmeans")
         details, centroids = router_details(artifact, "centroids")
         artifacts.check_tensors(artifact, {"centroids": centroids})

@@ -89,12 +89,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
 
     @classmethod
     def load(cls, path: str | Path) -> "QModel":
-        """Loads a qmodel artifact from a folder or a Hub id, frozen and in evaluation mode.
-
-        Raises
-        ------
-        UserError : the artifact is missing, damaged or of another kind.
-        """
+        """Loads a qmodel artifact, frozen and in evaluation mode; UserError if it is missing, damaged or of another kind."""
         artifact = artifacts.read(path, kind="qmodel")
         details, centroids = router_details(artifact, "partition.centroids")
         calibration = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds

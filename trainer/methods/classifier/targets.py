@@ -51,18 +51,11 @@ def layer_targets(
 ) -> dict[str, Tensor]:
     """Returns queries and targets of one layer and prompt, at most ``most`` for each query head.
 
-    Parameters
-    ----------
-    x : a whole prompt.
-    buckets : result of :func:`key_buckets`.
-    positions : int32, ascending: the positions of the queries to choose from.
-    generator : samples the long-range queries, on the CPU, so that the samples are the same on every machine.
+    ``x`` is a whole prompt, ``buckets`` the result of :func:`key_buckets`, ``positions`` int32, ascending, those of the queries
+    to choose from. ``generator`` samples the long-range queries on the CPU, so that the samples are the same on every machine.
 
-    Returns
-    -------
-    dict
-        On the device of ``x``: ``queries`` fp16 [rows, D] and ``targets`` fp16 [rows, C], ordered by query head; ``counts`` and
-        ``long_range`` int64 [Hq], the number of rows of each head and of long-range queries among them.
+    The result, on the device of ``x``: ``queries`` fp16 [rows, D] and ``targets`` fp16 [rows, C], ordered by query head;
+    ``counts`` and ``long_range`` int64 [Hq], the number of rows of each head and of long-range queries among them.
     """
     queries = x.q[:, :, positions]
 

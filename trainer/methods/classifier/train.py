@@ -53,16 +53,9 @@ NOT_CACHED = {  # settings without effect on the cached targets
 def train_qmodel(cfg: TrainQModelConfig) -> Path:
     """Runs the job of ``msattn train-qmodel``: trains classifiers for a k-means partition and writes the artifact.
 
-    The partition is ``artifacts.kmeans``, or by default that of the same model and name.
-
-    Returns
-    -------
-    Path : the artifact's folder, ``outputs/<model.name>/<name>/qmodel``.
-
-    Raises
-    ------
-    UserError : there is no such k-means or it was made for another model (the message names the field), the artifact exists,
-        or the settings do not fit each other or the machine.
+    The partition is ``artifacts.kmeans``, or by default that of the same model and name. Returns the artifact's folder,
+    ``outputs/<model.name>/<name>/qmodel``. Raises UserError if there is no such k-means or it was made for another model (the
+    message names the field), the artifact exists, or the settings do not fit each other or the machine.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
     artifacts.check_writable(folder, cfg.overwrite)

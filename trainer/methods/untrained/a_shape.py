@@ -59,9 +59,7 @@ class AShape(UntrainedScorer):
 def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
     """Returns the A shape whose scores are the means of the oracle's, by head and distance.
 
-    Parameters
-    ----------
-    chunks : items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    ``chunks`` are items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     """
     blocks = max(-(-len(chunk["input_ids"]) // block_size) for chunk in chunks)
     sums = torch.zeros(num_layers(teacher.config), num_heads(teacher.config), 1 + blocks, device=teacher.device)
