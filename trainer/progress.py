@@ -1,6 +1,7 @@
-"""Progress of long work: bars on a terminal; elsewhere lines on stderr, after 10 seconds and then ever more seldom.
+"""Progress of long work: bars on a terminal, elsewhere lines on stderr.
 
-The innermost work that runs describes itself. Only rank 0 prints.
+The first line comes after 10 seconds, the next ones at growing intervals. The innermost work that runs describes
+itself. Only rank 0 prints.
 """
 
 import sys

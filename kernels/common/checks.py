@@ -177,7 +177,7 @@ def check_no_gradient(name: str, *tensors: Tensor) -> None:
 def check_tensor(
     name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int], other_name: str, other: Tensor, meaning: str = ""
 ) -> None:
-    """Checks that ``x`` has this dtype and shape, whose ``meaning`` an error may tell, and is on the device of ``other``."""
+    """Checks dtype, shape and device of ``x``, the device being that of ``other``; ``meaning`` explains the shape."""
     if x.dtype != dtype or tuple(x.shape) != tuple(shape):
         expected = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}")

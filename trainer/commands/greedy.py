@@ -1,4 +1,4 @@
-"""Parts that generate, its chat and serve share: loading, tracking, greedy answers with a clock, and how they are printed."""
+"""Parts that generate, its chat and serve share: loading, tracking, greedy answers and their times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
-"""Schemas of the configuration: frozen pydantic dataclasses, whose fields state type, accepted values, default and help once.
+"""Schemas of the configuration: frozen dataclasses of pydantic.
 
-Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stand for text, and for other numbers.
+A field states type, accepted values, default and help once. Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stand for text, and for other numbers.
 """
 
 import dataclasses

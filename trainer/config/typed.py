@@ -39,7 +39,7 @@ def known_keys(schema: Any, prefix: str = "") -> list[str]:
 
 
 def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yields dotted name, field and value of all keys in ``values``, plain containers that fit ``schema``, but sections."""
+    """Yields the dotted name, field and value of each key of ``values`` that is no section; they fit ``schema``."""
     for item in fields(schema):
         if item.name not in values:
             continue

@@ -1,4 +1,4 @@
-"""A task's model, methods, text and progress, and its rows, written as they are measured, so that ``resume=true`` continues."""
+"""The job of an evaluation, with its rows on disk, from which ``resume=true`` continues."""
 
 import hashlib
 import json

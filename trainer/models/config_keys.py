@@ -1,6 +1,7 @@
-"""Keys of ``config.json`` with the values that make sense: transformers accepts absurd ones, and some that give NaN.
+"""Accepted values of the keys of ``config.json``.
 
-The keys of all families stand together, since the same name means the same in each. Defaults are transformers' own.
+transformers accepts absurd ones, and some that give NaN. The keys of all families stand together, since the same
+name means the same in each. Defaults are transformers' own.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Calls whose time and memory a file of a model decides, such as its chat template: in a copy of the process, with limits."""
+"""Calls in a child process with limits of time and memory, such as those of a model's chat template."""
 
 import faulthandler
 import multiprocessing

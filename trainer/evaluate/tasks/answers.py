@@ -28,7 +28,7 @@ class MethodSetting(NamedTuple):
 
 
 def read_and_spent(sparse: Sparse | None, seconds: float, peak_mb: float) -> dict[str, Any]:
-    """Returns the fields of a row for what an attached model has read so far (dense attention, None: everything), and cost."""
+    """Returns the fields of a row for the cost and for what was read; without ``sparse``, dense attention read everything."""
     stats = sparse.stats() if sparse else {"sparsity": 0.0}
     sparsity = stats["sparsity"]
     read = {"sparsity": sparsity, "selectivity": stats["selectivity"] if sparsity is None else 1 - sparsity}
