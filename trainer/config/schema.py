@@ -1,6 +1,7 @@
 """Schemas of the configuration: frozen dataclasses of pydantic.
 
-A field states type, accepted values, default and help once. Types are strict: ``'1'`` is no number and 1 is not true. Only integers may stand for text, and for other numbers.
+A field states type, accepted values, default and help once. Types are strict: ``'1'`` is no number and 1 is not true. Only
+integers may stand for text, and for other numbers.
 """
 
 import dataclasses
