@@ -1,5 +1,6 @@
 """Small random decoders, the inputs of their layers, and a tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from msattn.trainer.embedded import EMBEDDED_MODEL
+from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
@@ -139,6 +141,14 @@ def inputs_of_layers(model: Any, ids: Tensor, **inputs: Any) -> list[LayerInputs
     with tap(model, recording_attention):
         run_backbone(model, ids, **inputs)
     return recorded
+
+
+def random_partition(
+    buckets: int = 6, *, layers: Sequence[int] = (0, 1), heads: int = 2, size: int = 16, rope: bool = False, seed: int = 0
+) -> KMeans:
+    """Returns random centroids, by default for :func:`tiny_model`."""
+    drawn = torch.randn(len(layers), heads, buckets, size, generator=torch.Generator().manual_seed(seed))
+    return KMeans(torch.nn.functional.normalize(drawn, dim=-1), list(layers), rope)
 
 
 def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:

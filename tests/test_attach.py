@@ -24,7 +24,7 @@ from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.serving.attach import Sparse, attach, load
 from msattn.trainer.serving.statistics import SparseStats
-from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
 
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
 EVERY_BLOCK = SelectConfig(sparsity=0.0)
@@ -42,11 +42,6 @@ def gate_for(model: Any) -> Gate:
 
 def half_by_pooled_scores(model: Any) -> Selection:
     return Selection(TopK(sparsity=0.5), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
-
-
-def random_partition(seed: int = 0) -> KMeans:
-    centroids = torch.randn(LAYERS, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(seed))
-    return KMeans(torch.nn.functional.normalize(centroids, dim=-1), list(range(LAYERS)))
 
 
 @contextmanager

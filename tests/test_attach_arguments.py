@@ -22,7 +22,7 @@ from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving import build
 from msattn.trainer.serving.attach import Sparse
 from msattn.trainer.serving.options import AttachOptions
-from tests.factory import random_tokens, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_enable_lasts_until_disable(model: Any) -> None:
 
 
 def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
-    router = KMeans(torch.nn.functional.normalize(torch.randn(2, 2, 32, 16), dim=-1), [0, 1])
+    router = random_partition(32)
     message = "probes=32 by default: every bucket is read"
     build._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message), msattn.attach(model, qmodel=router):

@@ -15,11 +15,10 @@ from transformers import DynamicCache, StaticCache
 
 import msattn
 from msattn.trainer.config import GateConfig
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.tap import NotCopied
 from msattn.trainer.serving.cache.install import install_layers
-from tests.factory import left_padded, random_tokens, tiny_config, tiny_model
+from tests.factory import left_padded, random_partition, random_tokens, tiny_config, tiny_model
 
 BLOCK, BUCKETS, LAYERS, VOCABULARY, LENGTH = 16, 6, 2, 128, 40
 
@@ -33,20 +32,7 @@ def gate(**sizes: Any) -> Gate:
     return Gate.build(tiny_config("llama", **sizes), GateConfig(block_size=BLOCK)).requires_grad_(False)
 
 
-def partition(
-    *,
-    heads: int = 2,
-    buckets: int = BUCKETS,
-    size: int = 16,
-    layers: tuple[int, ...] = (0, 1),
-    seed: int = 0,
-    rope: bool = False,
-) -> KMeans:
-    drawn = torch.randn(len(layers), heads, buckets, size, generator=torch.Generator().manual_seed(seed))
-    return KMeans(torch.nn.functional.normalize(drawn, dim=-1), list(layers), rope)
-
-
-GATE, ROUTER = gate(), partition()
+GATE, ROUTER = gate(), random_partition()
 SCORES: dict[str, Any] = {"scores": "quest", "block_size": BLOCK}
 SELECTED: dict[str, Any] = {"select": SCORES, "sparsity": 0.5}
 ROUTED: dict[str, Any] = {"qmodel": ROUTER, "probes": 2, "recent": 5, "sink": 1, "dense_layers": ()}

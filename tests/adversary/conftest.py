@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.adversary.commands import prepared, work  # noqa: F401  # fixtures
+from tests.adversary.model_folders import Models
 from tests.adversary.tries import Tries
 from tests.hub_server import hub  # noqa: F401  # a fixture
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Folders of small models."""
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -40,11 +40,10 @@ from tests.adversary.attached import (
     check_restored,
     gate,
     logits,
-    partition,
     same,
 )
 from tests.adversary.tries import Tries, spread
-from tests.factory import random_tokens, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_model
 from tests.methods.gate.test_decode_gate import random_decode_gate
 
 NUMBERS = (-1, 0, 1, 0.5, 2.5, 2**31, 10**30, math.nan, math.inf)
@@ -92,17 +91,17 @@ OBJECTS: dict[str, Any] = {
     "gate of one layer": gate(num_hidden_layers=1),
     "gate of more heads": gate(num_attention_heads=8, num_key_value_heads=4),
     "gate of NaN": filled_with(gate(), math.nan),
-    "kmeans of more heads": partition(heads=4),
-    "kmeans of other layers": partition(layers=(0, 7)),
-    "kmeans without buckets": partition(buckets=0),
-    "kmeans without layers": partition(layers=()),
-    "kmeans of a layer twice": partition(layers=(0, 0)),
+    "kmeans of more heads": random_partition(heads=4),
+    "kmeans of other layers": random_partition(layers=(0, 7)),
+    "kmeans without buckets": random_partition(0),
+    "kmeans without layers": random_partition(layers=()),
+    "kmeans of a layer twice": random_partition(layers=(0, 0)),
     "kmeans with fewer layers than centroids": KMeans(ROUTER.centroids, [0]),
     "kmeans in half precision": KMeans(ROUTER.centroids.half(), [0, 1]),
     "kmeans of one tensor": KMeans(ROUTER.centroids[0, 0, :, :, None], [0, 1]),
-    "kmeans of NaN": filled_with(partition(), math.nan),
+    "kmeans of NaN": filled_with(random_partition(), math.nan),
     "classifier": QModel(ROUTER, 2, 8).eval(),
-    "classifier of more heads": QModel(partition(heads=4), 4, 8).eval(),
+    "classifier of more heads": QModel(random_partition(heads=4), 4, 8).eval(),
     "decode gate": DECODE_GATE,
     "decode gate of one layer": random_decode_gate(num_hidden_layers=1),
     "decode gate of more heads": random_decode_gate(num_attention_heads=8, num_key_value_heads=4),

@@ -27,14 +27,13 @@ from tests.adversary.attached import (
     cache_of,
     inputs_of,
     model,
-    partition,
     run,
     same,
     with_id,
 )
 from tests.adversary.damage import drawn
 from tests.adversary.tries import Tries, spread
-from tests.factory import random_tokens, tiny_config, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_config, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -229,9 +228,9 @@ CONTEXTS: dict[str, dict[str, Any] | None] = {
     "one dense layer": {**EVERYTHING, "dense_layers": (0,)},
     "short window": {**EVERY_BUCKET, "recent": 1, "sink": 0},
     "long window": {**EVERY_BUCKET, "recent": 500},
-    "other partition": {**EVERYTHING, "qmodel": partition(seed=1)},
-    "more buckets": {**EVERYTHING, "qmodel": partition(buckets=7), "probes": 7},
-    "partition after RoPE": {**EVERYTHING, "qmodel": partition(rope=True)},
+    "other partition": {**EVERYTHING, "qmodel": random_partition(seed=1)},
+    "more buckets": {**EVERYTHING, "qmodel": random_partition(7), "probes": 7},
+    "partition after RoPE": {**EVERYTHING, "qmodel": random_partition(rope=True)},
 }
 EDITS: dict[str, Callable[[Any], Any]] = {
     "none": lambda past: None,

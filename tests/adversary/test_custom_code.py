@@ -69,13 +69,6 @@ ESCAPES = (
 )
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    found = Models(tmp_path_factory.mktemp("models"))
-    found.expected()
-    return found
-
-
 @pytest.fixture(autouse=True)
 def _marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Payloads write their file to an empty folder, and questions are answered by yes."""

@@ -30,11 +30,6 @@ TEMPLATES = "additional_chat_templates/other.jinja"
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text", "glm4", "gpt_oss")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 def names_asked(folder: Path, load: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Returns the names of the files below ``folder`` that transformers looks for or opens, whether they exist or not."""
     asked = set[str]()

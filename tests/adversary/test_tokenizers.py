@@ -101,11 +101,6 @@ TEMPLATES = {
 SERVED = ("content", "sort")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited, "SECONDS", 4)

@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn import functional as F
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config, write_artifact
-from tests.factory import tiny_architecture, tiny_model
+from tests.factory import random_partition, tiny_architecture, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outputs = tmp_path_factory.mktemp("outputs")
     model = models.load(config(outputs, "unused").model, device="cpu")
     gate = Gate.build(model.model.config, GateConfig(block_size=16))
-    centroids = F.normalize(torch.randn(2, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
-    kmeans = {"centroids": centroids}, {"layers": [0, 1], "rope": False}
+    kmeans = {"centroids": random_partition(BUCKETS).centroids}, {"layers": [0, 1], "rope": False}
     for kind, content in (("gate", (gate.state_dict(), gate.details())), ("kmeans", kmeans)):
         write_artifact(artifacts.artifact_folder(outputs, "rand", "base", kind), kind, model, *content)
     return outputs

@@ -7,24 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.thresholds import SHARES, bucket_sizes, calibrate_keys, densities_of, key_threshold, most_probes
 from msattn.trainer.serving.attach import attach
-from tests.factory import inputs_of_layers, random_tokens, tiny_model
+from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 
 BUCKETS, RECENT, SINK = 12, 16, 1
 
 
 def classifiers() -> QModel:
     """Random classifiers, sharp enough that their probabilities differ."""
-    generator = torch.Generator().manual_seed(3)
-    partition = KMeans(normalize(torch.randn(2, 2, BUCKETS, 16, generator=generator), dim=-1), [0, 1])
-    qmodel = QModel(partition, 2, 24)
+    qmodel = QModel(random_partition(BUCKETS, seed=3), 2, 24)
     with torch.no_grad():
         qmodel.weight_out.mul_(8)
     return qmodel.requires_grad_(False).eval()

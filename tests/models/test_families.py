@@ -29,6 +29,7 @@ from tests.factory import (
     OTHER_FAMILIES,
     ROPE_TYPES,
     left_padded,
+    random_partition,
     random_tokens,
     save_tokenizer,
     tiny_architecture,
@@ -42,9 +43,7 @@ MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in k
 
 
 def partition_for(model: Any) -> KMeans:
-    layers = served_layers(model.config)
-    centroids = torch.randn(len(layers), 2, BUCKETS, 16, generator=torch.Generator().manual_seed(0))
-    return KMeans(torch.nn.functional.normalize(centroids, dim=-1), layers)
+    return random_partition(BUCKETS, layers=served_layers(model.config))
 
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
@@ -165,10 +164,9 @@ def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
 @torch.no_grad()
 def test_artifacts_of_other_layers_are_refused() -> None:
     model = tiny_model("gemma3_text")
-    centroids = torch.nn.functional.normalize(torch.randn(2, 2, BUCKETS, 16), dim=-1)
     with (
         pytest.raises(UserError, match=r"qmodel\.layers=0: not accepted: it attends through a sliding window of 24 tokens"),
-        attach(model, qmodel=KMeans(centroids, [0, 1])),
+        attach(model, qmodel=random_partition()),
     ):
         pass
     every = Gate(Shape(3, 4, 2, 16), GateConfig(block_size=BLOCK), torch.ones(8))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.serving.attach import Sparse
-from tests.test_attach import BUCKETS, random_partition
+from tests.factory import random_partition
+from tests.test_attach import BUCKETS
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": (0,)}
 ALL_BUCKETS = {**ROUTED, "probes": BUCKETS}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer
+from tests.factory import random_partition
 
 BUCKETS = 5
 LAYERS = 3
@@ -136,13 +136,8 @@ def test_calls_in_another_order_are_rejected() -> None:
         BucketLayer(BUCKETS, rebuild_every=0)
 
 
-def random_partition(seed: int = 0) -> KMeans:
-    centroids = torch.randn(LAYERS, 2, BUCKETS, 16, generator=torch.Generator().manual_seed(seed))
-    return KMeans(torch.nn.functional.normalize(centroids, dim=-1), list(range(LAYERS)))
-
-
 def test_install_replaces_the_layers_of_a_cache() -> None:
-    router = random_partition()
+    router = random_partition(BUCKETS, layers=range(LAYERS))
     cache = DynamicCache()
     install_layers(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
     assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]

@@ -14,8 +14,8 @@ from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.cache.passes import PagedPass
-from tests.factory import tiny_model
-from tests.test_attach import EVERY_BLOCK, gate_for, random_partition
+from tests.factory import random_partition, tiny_model
+from tests.test_attach import EVERY_BLOCK, gate_for
 
 PAGE, HEADS, SIZE, REQUESTS = 32, 2, 16, 7
 LENGTHS = [1, 33, 192, 100]

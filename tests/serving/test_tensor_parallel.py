@@ -20,8 +20,7 @@ from msattn.trainer.methods.untrained.quest import QuestBlocks
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
-from tests.factory import random_tokens
-from tests.test_attach import random_partition
+from tests.factory import random_partition, random_tokens
 
 warnings.simplefilter("ignore")
 whole, divided = (AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval() for plan in ({}, {"tp_plan": "auto"}))

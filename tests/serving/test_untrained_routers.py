@@ -24,11 +24,10 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics
-from tests.factory import left_padded, random_tokens, tiny_model
+from tests.factory import left_padded, random_partition, random_tokens, tiny_model
 from tests.methods.gate.test_decode_gate import random_decode_gate
 from tests.serving.decoding import close, generate
 from tests.serving.test_decode_gates import models as grouped
-from tests.test_attach import random_partition
 
 BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {
@@ -175,7 +174,7 @@ def test_clusters_follow_a_cache() -> None:
 
 def classifiers(kv_heads: int) -> QModel:
     """Classifiers that are the same whatever the number of key/value heads."""
-    centroids = torch.nn.functional.normalize(torch.randn(1, KV_HEADS, BUCKETS, SIZE, generator=generator(3)), dim=-1)
+    centroids = random_partition(BUCKETS, layers=[0], seed=3).centroids
     partition = KMeans(centroids.repeat_interleave(kv_heads // KV_HEADS, 1), [0])
     return QModel(partition, HEADS, 8, seed=0).double().requires_grad_(False).eval()
 
@@ -228,7 +227,7 @@ def test_an_attached_model(name: str | int, where: str) -> None:
 
 
 ALIKE: dict[str, tuple[Any, bool]] = {  # makes a router, and whether the next one has the same buckets
-    "k-means": (lambda seed: random_partition(seed // 2), True),
+    "k-means": (lambda seed: random_partition(seed=seed // 2), True),
     "decode gates": (lambda seed: random_decode_gate(std=1.0 if seed < 2 else 0.1), True),
     "pages": (lambda seed: ROUTERS["lsh" if seed == 2 else "quest"]([0, 1]), False),
 }

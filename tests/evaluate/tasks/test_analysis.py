@@ -23,6 +23,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import top_buckets
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
+from tests.factory import random_partition
 from tests.running import succeed
 
 LENGTH, HEADS, GROUP, SIZE, BUCKETS = 96, 2, 3, 8, 8
@@ -163,8 +164,7 @@ def test_exact_top_keys_against_direct_attention() -> None:
 
 
 def router(rope: bool, layers: list[int] | None = None) -> KMeans:
-    centroids = torch.randn(len(layers or [0]), HEADS, BUCKETS, SIZE, generator=torch.Generator().manual_seed(1))
-    return KMeans(torch.nn.functional.normalize(centroids, dim=-1), layers or [0], rope)
+    return random_partition(BUCKETS, layers=layers or [0], heads=HEADS, size=SIZE, rope=rope, seed=1)
 
 
 @pytest.mark.parametrize("rope", [False, True])

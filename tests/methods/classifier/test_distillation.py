@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, routing_recall
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.classifier.targets import QueryTargets
+from tests.factory import random_partition
 
 
 def random_targets(count: torch.Tensor, size: int, buckets: int) -> QueryTargets:
@@ -25,8 +24,7 @@ def random_targets(count: torch.Tensor, size: int, buckets: int) -> QueryTargets
 
 
 def random_qmodel(layers: list[int], heads: int, size: int, buckets: int, **settings: Any) -> QModel:
-    centroids = normalize(torch.randn(len(layers), 2, buckets, size), dim=-1)
-    return QModel(KMeans(centroids, layers), heads, 6, **settings)
+    return QModel(random_partition(buckets, layers=layers, size=size), heads, 6, **settings)
 
 
 def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
@@ -87,7 +85,7 @@ def test_a_step_compiles_without_graph_breaks() -> None:
 def test_routing_recall(per_query_head: bool) -> None:
     """A classifier built from the centroids has their recall, for any number of rows."""
     heads = 4 if per_query_head else 2
-    qmodel = QModel(KMeans(normalize(torch.randn(1, 2, 6, 6), dim=-1), [4]), heads, 12).eval()
+    qmodel = QModel(random_partition(layers=[4], size=6), heads, 12).eval()
     with torch.no_grad():
         both_signs = torch.cat([torch.eye(6), -torch.eye(6)], dim=1)  # relu(x) - relu(-x) = x
         qmodel.weight_in.copy_(both_signs)

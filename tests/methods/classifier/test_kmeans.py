@@ -27,7 +27,7 @@ from msattn.trainer.methods.classifier.clustering import (
 )
 from msattn.trainer.methods.classifier.fit_kmeans import collect_keys, fit_kmeans
 from msattn.trainer.methods.classifier.kmeans import FEW_KEYS, KMeans
-from tests.factory import random_tokens, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_model
 from tests.jobs import Job, prepare
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -268,7 +268,7 @@ def test_a_killed_job_resumes(tmp_path: Path, alone: artifacts.Artifact) -> None
 @pytest.mark.parametrize("together", [1, FEW_KEYS])
 def test_decoded_tokens_get_the_same_buckets_as_in_a_prompt(together: int, device: str) -> None:
     """A few tokens use a plain product, prompts the ``nearest_centroid`` operation."""
-    kmeans = KMeans(normalize(torch.randn(1, 3, 40, 64), dim=-1), [2]).to(device)
+    kmeans = random_partition(40, layers=[2], heads=3, size=64).to(device)
     keys = torch.randn(2, 3, 2 * FEW_KEYS + 1, 64, device=device).bfloat16()
     prompt = kmeans.assign(2, keys, keys)
     tokens = [kmeans.assign(2, key, key) for key in keys.split(together, dim=2)]

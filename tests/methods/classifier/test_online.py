@@ -16,9 +16,9 @@ from msattn.trainer.methods.classifier.distillation import Distiller
 from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
 from msattn.trainer.methods.classifier.online import OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.train import train_qmodel
-from tests.factory import inputs_of_layers, tiny_model
+from tests.factory import inputs_of_layers, random_partition, tiny_model
 from tests.jobs import Job
-from tests.methods.classifier.test_train import BUCKETS, configs, interrupted_after, random_partition
+from tests.methods.classifier.test_train import BUCKETS, configs, interrupted_after
 
 TOKENS, LONG_RANGE = 60, 12
 
@@ -28,7 +28,7 @@ def batches(layers: list[int], num_heads: int = 2, num_prompts: int = 3, **qmode
     model = tiny_model()
     torch.manual_seed(1)
     prompts = torch.stack([torch.randperm(128)[:TOKENS] for _ in range(num_prompts)])  # distinct tokens, so distinct queries
-    partition = random_partition(inputs_of_layers(model, prompts[:1])[0])
+    partition = random_partition(BUCKETS)
     settings: dict[str, Any] = {"steps_per_prompt": 2, "prompts_at_once": 2, "batch_queries": 8, "long_range": LONG_RANGE}
     _, cfg = configs(Path(), Path())
     cfg = replace(cfg, qmodel=QModelConfig(source="online", **settings | qmodel))

@@ -3,16 +3,15 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import normalize
 
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from tests.factory import random_partition
 
 LAYERS, KV_HEADS, GROUP, DIM, HIDDEN, BUCKETS = 2, 2, 3, 8, 12, 5
 
 
 def qmodel(per_query_head: bool = False, rope: bool = False, residual: bool = False) -> QModel:
-    partition = KMeans(normalize(torch.randn(LAYERS, KV_HEADS, BUCKETS, DIM), dim=-1), [0, 3], rope)
+    partition = random_partition(BUCKETS, layers=[0, 3], heads=KV_HEADS, size=DIM, rope=rope)
     router = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual)
     for parameter in (router.gain, router.shift, router.bias_out):
         nn.init.normal_(parameter)

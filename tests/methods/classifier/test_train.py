@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import (
@@ -34,9 +33,8 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
 from msattn.trainer.methods.classifier.train import train_qmodel
-from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.attach import attach
-from tests.factory import inputs_of_layers, random_tokens, tiny_architecture, tiny_model
+from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
 
 LENGTH, BUCKETS = 128, 8
@@ -282,16 +280,12 @@ def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path,
         train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
 
 
-def random_partition(x: LayerInputs, rope: bool = False) -> KMeans:
-    return KMeans(normalize(torch.randn(2, x.k.shape[1], BUCKETS, x.k.shape[3]), dim=-1), [0, 1], rope)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("min_distance", [None, 10])
 @pytest.mark.parametrize("rope", [False, True])
 def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
     x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
-    partition = random_partition(x, rope)
+    partition = random_partition(BUCKETS, rope=rope)
     cfg = QModelConfig(long_range=12, causal=causal, min_distance=min_distance)
     positions = torch.arange(0, 60, 2, dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)

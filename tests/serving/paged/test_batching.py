@@ -20,9 +20,9 @@ from msattn.trainer.serving import steps
 from msattn.trainer.serving.attach import attach, disable, enable
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.statistics import Statistics
-from tests.factory import prompts_of, tiny_model
+from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for, random_partition
+from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
 ATTACHED: dict[str, tuple[dict[str, Any], str]] = {

@@ -25,9 +25,9 @@ from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
-from tests.factory import prompts_of, tiny_model
+from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for, random_partition
+from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
 
 HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 PRODUCTS = """
