@@ -19,8 +19,10 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.train import Batch, Rate, Width
+from msattn.trainer.config.train import Batch, GateConfig, KMeansConfig, QModelConfig, Rate, Width
 from msattn.trainer.config.values import folder_name, require
+
+GATE, KMEANS, QMODEL = GateConfig(), KMeansConfig(), QModelConfig()
 
 
 @schema("model.presets.")
@@ -31,23 +33,27 @@ class ModelPresets:
     """
 
     seq_len: Tokens = key("length of a chunk, in tokens", default=65536)
-    num_buckets: Count = key("k-means buckets of each key/value head", default=1024)
-    long_range: TokensOrZero = key("a training query's top key is more than this many tokens away", default=1024)
-    qmodel_hidden: Width = key("width of the query classifier", default=1024)
+    num_buckets: Count = key("k-means buckets of each key/value head", default=KMEANS.num_buckets)
+    long_range: TokensOrZero = key("a training query's top key is more than this many tokens away", default=QMODEL.long_range)
+    qmodel_hidden: Width = key("width of the query classifier", default=QMODEL.hidden)
     qmodel_steps: Steps = key("optimizer steps of the query classifier", default=40000)
     qmodel_lr: Rate = key("learning rate of the query classifier", default=1e-5)
     gate_steps: Steps = key("optimizer steps of the gates", default=500)
     gate_batch: Batch = key("chunks per optimizer step of the gates", default=16)
-    gate_loss: Text = key("loss of the gates", default="mse")
-    gate_q_pool: list[Text] = key("query poolings of the gates", default=["avg"])
-    gate_k_pool: list[Text] = key("key poolings of the gates", default=["max", "min"])
-    kmeans_prompts: Count = key("chunks whose keys are clustered", default=8)
-    qmodel_prompts: Count = key("chunks whose queries train the classifier", default=48)
-    points_per_bucket: Count | None = key("keys that are clustered, for each bucket; null: all", default=None)
-    qmodel_source: Text = key(
-        "cache: queries of all chunks are computed once; online: the model runs during training", default="cache"
+    gate_loss: Text = key("loss of the gates", default=GATE.loss)
+    gate_q_pool: list[Text] = key("query poolings of the gates", default=GATE.q_pool)
+    gate_k_pool: list[Text] = key("key poolings of the gates", default=GATE.k_pool)
+    kmeans_prompts: Count = key("chunks whose keys are clustered", default=KMEANS.num_prompts)
+    qmodel_prompts: Count = key("chunks whose queries train the classifier", default=QMODEL.num_prompts)
+    points_per_bucket: Count | None = key(
+        "keys that are clustered, for each bucket; null: all", default=KMEANS.points_per_bucket
     )
-    qmodel_steps_per_prompt: Count = key("batches of each run of the model over a chunk, with qmodel_source=online", default=25)
+    qmodel_source: Text = key(
+        "cache: queries of all chunks are computed once; online: the model runs during training", default=QMODEL.source
+    )
+    qmodel_steps_per_prompt: Count = key(
+        "batches of each run of the model over a chunk, with qmodel_source=online", default=QMODEL.steps_per_prompt
+    )
     qmodel_schedule: Text = key("learning rate schedule of the query classifier", default="cosine")
     probes: CountOrZero = key("buckets that each decoded query reads", default=32)
     recent: Tokens = key("last keys that are always read, in tokens", default=2047)
