@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from msattn.kernels.operations import OPERATIONS
+from msattn.trainer.version import __version__
 
 if TYPE_CHECKING:
     from msattn.kernels.best_blocks import best_blocks
@@ -83,7 +84,6 @@ __all__ = [  # noqa: RUF022  # operations last
     "pool_blocks",
     "probe_buckets",
 ]
-__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

@@ -95,7 +95,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
-    from msattn import __version__
+    from msattn.trainer.version import __version__
 
     if wanted:
         typer.echo(f"msattn {__version__}")

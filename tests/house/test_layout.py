@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from msattn.kernels.operations import OPERATIONS
 from tests.house.modules import MODULES, ROOT, imports
 
 LEVELS = {  # a module imports from its own room, or from lower levels; the longest matching prefix counts
+    "trainer.version": 0,
     "kernels.operations": 0,
     "kernels.types": 0,
     "kernels.tuned": 0,
@@ -62,19 +64,27 @@ def level(module: str) -> int:
 
 def ours(path: Path) -> set[str]:
     """Modules of msattn that a file imports."""
-    names = {name.removeprefix("msattn.") for name in imports(path, types=True) if name.startswith("msattn.")}
+    names = {name[7:] for name in imports(path, types=True) if name.split(".")[0] == "msattn"}  # "" is the package itself
     return names & set(MODULES)
+
+
+def packages(module: str) -> set[str]:
+    return {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
 
 
 def test_imports_stay_in_the_room_or_go_down() -> None:
     """No import upwards, none between rooms of one level: so there is no circle of rooms, and no operation imports another."""
     wrong: dict[str, list[str]] = {}
     for module in set(MODULES) - {"", "conf"}:  # the public API is lazy; conf is data
-        packages = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
         found = {name for name in ours(MODULES[module]) if name and name != "conf" and room(name) != room(module)}
-        if upwards := [name for name in sorted(found - packages) if level(name) >= level(module)]:
+        if upwards := [name for name in sorted(found - packages(module)) if level(name) >= level(module)]:
             wrong[f"{module} (level {level(module)})"] = upwards
     assert not wrong
+
+
+def test_no_circle_of_files() -> None:
+    """Not by imports for type checkers or inside functions either; a circle raises CycleError."""
+    TopologicalSorter({module: ours(path) - packages(module) for module, path in MODULES.items()}).prepare()
 
 
 def test_kernels_know_tensors_alone() -> None:

@@ -47,8 +47,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("conf", "kernels", "trainer"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "__main__.py", "cli.py"):
-        shutil.copy(ROOT / name, copy)
+    for path in (*(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE")), *ROOT.glob("*.py")):
+        shutil.copy(path, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist")]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -61,8 +61,7 @@ def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
     data = [path for path in (ROOT / "trainer/embedded").rglob("*/*") if path.is_file() and path.suffix != ".pyc"]
     data += [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "trainer").rglob("*.css"), *(ROOT / "trainer").rglob("*.js")]
-    files = {"__init__.py", "__main__.py", "cli.py", *(str(path.relative_to(ROOT)) for path in data)}
-    files |= {str(path.relative_to(ROOT)) for name in ("conf", "kernels", "trainer") for path in (ROOT / name).rglob("*.py")}
+    files = {str(path.relative_to(ROOT)) for path in (*MODULES.values(), *data)}
     assert held == files
     (source,) = distributions.glob("*.tar.gz")
     with tarfile.open(source) as archive:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msattn import __version__
 from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
 from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
 from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, settings_of, with_settings
@@ -16,6 +15,7 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import check_contained, read_json, read_text, root_of_links
+from msattn.trainer.version import __version__
 
 if TYPE_CHECKING:
     from msattn.trainer.artifacts.manifest import Artifact

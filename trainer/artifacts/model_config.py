@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from msattn import __version__
+from msattn.trainer.version import __version__
 
 KEY = "sparse_attention_config"
 ALGORITHM = "msattn"

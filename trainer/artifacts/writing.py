@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn import __version__
 from msattn.trainer.artifacts.card import artifact_card
 from msattn.trainer.artifacts.manifest import (
     CARD,
@@ -28,6 +27,7 @@ from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.hashes import content_hash, save_tensors
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import check_no_link, current_folder, replace_folder
+from msattn.trainer.version import __version__
 
 
 def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIFEST) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msattn import __version__
 from msattn.trainer import artifacts, data
 from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.text_files import text_files
@@ -23,6 +22,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.storage.parts import FinishedParts
+from msattn.trainer.version import __version__
 
 # Keys of the command that do not affect a row.
 CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")

@@ -99,7 +99,7 @@ def _random_prompts(model: PreTrainedModel, requests: int, length: int, seed: in
 
 
 def measure(
-    model: PreTrainedModel,
+    model: Any,
     attached: Callable[[], AbstractContextManager[Sparse | None]],
     prompts: list[list[int]],
     settings: ThroughputConfig,
@@ -108,10 +108,9 @@ def measure(
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    serving: Any = model
     greedy = GenerationConfig(max_new_tokens=settings.tokens, do_sample=False, eos_token_id=-1)
     with attached() as sparse, cost(model.device) as spent, only_errors("ContinuousBatchingLogger"):
-        engine = serving.continuous_batching_context_manager(
+        engine = model.continuous_batching_context_manager(
             generation_config=greedy,
             continuous_batching_config=_engine_config(prompts, settings),
             workload_hints=WorkloadHints(len(prompts[0]), settings.tokens, len(prompts)),
