@@ -178,7 +178,9 @@ def _gpus() -> list[str | None]:
     """Returns the names of the visible GPUs, if there are several."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [None] if count < 2 else named.split(",") if named else [*map(str, range(count))]
+    if count < 2:
+        return [None]
+    return [*named.split(",")] if named else [*map(str, range(count))]
 
 
 def _start(folder: Path, gpus: Any) -> None:

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads, 0 to 1")
     parser.add_argument("--mean-weight", type=float, help="the gate.mean_weight that it gets; by default its own")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if not 0 <= args.floor <= 1:
         raise UserError(f"--floor={args.floor:g}: accepted are numbers from 0 to 1")
     cfg: Any = compose("train-gate", args.overrides)

@@ -310,6 +310,7 @@ class Gate(GateArtifact):
                 logits += self._mean_products(x, mean_q, mean_k)
             return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
         _check_keys(x)
+        q_rope, k_rope = (x.q, x.k) if cfg.mean_weight else (None, None)
         return gate_scores(
             *self._inputs(x),
             layer.query_weight,
@@ -319,7 +320,9 @@ class Gate(GateArtifact):
             k_pool=cfg.k_pool,
             block_size=cfg.block_size,
             kv_start=x.kv_start,
-            **({"q_rope": x.q, "k_rope": x.k, "mean_weight": cfg.mean_weight * x.scale} if cfg.mean_weight else {}),
+            q_rope=q_rope,
+            k_rope=k_rope,
+            mean_weight=cfg.mean_weight * x.scale,
         )
 
     @torch.no_grad()
