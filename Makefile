@@ -17,14 +17,14 @@ VLLM_VENV := .venv-$(subst ==,-,$(VLLM))
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo models test test-all test-vllm lint gpu-test dist clean
+.PHONY: help demo models test test-all test-vllm docs lint gpu-test dist clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,grammar,harness,serve,dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,grammar,harness,serve,docs,dev]'
 	@touch $@
 
 demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
@@ -48,6 +48,9 @@ $(VLLM_INSTALLED): pyproject.toml
 
 test-vllm: $(VLLM_INSTALLED)  ## the attention backend inside vLLM, on a CPU
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest tests/vllm --durations 5
+
+docs: $(INSTALLED)  ## the site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: $(INSTALLED)  ## ruff and pyrefly
 	$(BIN)/ruff check

@@ -114,6 +114,7 @@ def test_constraints_pin_versions_and_nothing_else() -> None:
         *extras["gguf"],
         *extras["harness"],
         *extras["serve"],
+        *extras["docs"],
         *extras["dev"],
     ]
     assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
