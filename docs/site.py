@@ -1,8 +1,8 @@
 """Builds the site from the documents as they are: mkdocs calls the ``on_`` functions, mkdocstrings the ``Runtime`` extension.
 
-Documents are written for GitHub. Here README.md becomes the home page, links to other files of the repository lead to GitHub, and
-``<picture>`` becomes the two images between which the site's palette chooses. Pages of the reference are made from the package:
-its public functions, and the help of its command line.
+Documents are written for GitHub. Here README.md becomes the home page, links to other files of the repository lead to GitHub,
+and ``<picture>`` becomes the two images between which the site's palette chooses. Pages of the reference are made from the
+package: its public functions, and the help of its command line.
 """
 
 import inspect
@@ -25,9 +25,10 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "build/package/msattn"  # mkdocs.yml names it
 MOVED = {"README.md": "index.md", "CHANGELOG.md": "changes.md"}  # documents outside docs/, and their places in the site
-PICTURE = re.compile(r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img (.*?)>\s*</picture>', re.S)
-LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
-CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", flags=re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img (.*?)>\s*</picture>', re.DOTALL
+)
+LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(\]\()([^)#:\s]+)(?=[)#])", re.DOTALL | re.MULTILINE)  # or code, which stays
 
 
 def on_startup(command: str, dirty: bool) -> None:
@@ -56,9 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = PICTURE.sub(picture, markdown)
     if "<picture" in markdown:
         raise PluginError(f"{page.file.src_uri}: a <picture> is not in the form that docs/site.py reads")
-    parts = CODE.split(markdown)
-    to_site = partial(link, folder, posixpath.dirname(page.file.src_uri), str(config.repo_url))
-    return "".join(part if code else LINK.sub(to_site, part) for part, code in zip(parts, (False, True) * len(parts)))
+    return LINK.sub(partial(link, folder, posixpath.dirname(page.file.src_uri), str(config.repo_url)), markdown)
 
 
 def picture(found: re.Match[str]) -> str:
@@ -70,9 +69,9 @@ def picture(found: re.Match[str]) -> str:
 
 def link(folder: Path, here: str, repository: str, found: re.Match[str]) -> str:
     """Returns the beginning of a link, from a page in the folder ``here`` of the site, to a file that ``folder`` names."""
-    path = (folder / found[2]).resolve()
-    if not path.is_relative_to(ROOT) or not path.exists():
-        return found[0]  # mkdocs reports it
+    path = (folder / (found[2] or "")).resolve()
+    if not found[2] or not path.is_relative_to(ROOT) or not path.exists():
+        return found[0]  # code, or a link that mkdocs reports
     target = path.relative_to(ROOT).as_posix()
     if target in MOVED:
         target = MOVED[target]
@@ -89,8 +88,10 @@ def python() -> str:
 
     names = sorted(set(__all__) - {*OPERATIONS, "__version__"}, key=lambda name: (name[0].isupper(), name))
     members = {"SelectConfig": "[with_policy]", "trainer.serving.attach.Sparse": "[stats, batching_config]"}
-    blocks = (f"::: msattn.{name}\n    options: {{members: {members.get(name)}}}" for name in dict.fromkeys([*names, *members]))
-    return "# Python API\n\n" + "\n\n".join(blocks).replace("None", "[]")
+    blocks = (
+        f"::: msattn.{name}\n    options: {{members: {members.get(name, '[]')}}}" for name in dict.fromkeys([*names, *members])
+    )
+    return "# Python API\n\n" + "\n\n".join(blocks)
 
 
 def kernels() -> str:
@@ -101,8 +102,9 @@ def kernels() -> str:
 
 
 def commands() -> str:
-    from msattn.cli import app
     from typer.main import get_command
+
+    from msattn.cli import app
 
     return help_pages("Commands", "msattn {} --help", get_command(app).commands)
 
@@ -115,8 +117,9 @@ def settings() -> str:
 
 def help_pages(title: str, command: str, topics: Iterable[str]) -> str:
     """Returns a page of what ``command`` prints for each of ``topics``."""
-    from msattn.cli import app
     from typer.testing import CliRunner
+
+    from msattn.cli import app
 
     text = f"# {title}\n"
     for shown in map(command.format, topics):
@@ -126,7 +129,7 @@ def help_pages(title: str, command: str, topics: Iterable[str]) -> str:
 
 
 class Runtime(griffe.Extension):
-    """Docstrings for readers of pages: without Sphinx roles, and of functions whose options are added at run time, with these."""
+    """Docstrings without Sphinx roles, and with the options that functions get at run time."""
 
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
         if any("takes(" in str(decorator.value) for decorator in func.decorators):
