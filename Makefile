@@ -17,7 +17,7 @@ VLLM_VENV := .venv-$(subst ==,-,$(VLLM))
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo models test test-all test-vllm docs lint gpu-test dist clean
+.PHONY: help demo models test test-all test-vllm docs lint gpu-test dist release clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -61,7 +61,15 @@ gpu-test: $(INSTALLED)  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu -n $(WORKERS)
 
 dist: $(INSTALLED)  ## wheel and source distribution in dist/
+	rm -rf dist
 	$(BIN)/python -m build --no-isolation
+
+release: dist  ## the distributions, checked: their metadata, and the wheel alone in an environment of its own
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv --clear build/release
+	build/release/bin/pip install --quiet --no-compile -c constraints.txt "$$(echo dist/*.whl)[cpu]"
+	cd build/release && bin/msattn --version && bin/msattn --help >help.txt && bin/msattn doctor
+	cd build/release && bin/msattn generate --prompt-file lib/python*/site-packages/msattn/kernels/unrotate.py max_new_tokens=8 dense_below=0
 
 clean:  ## remove the environment and caches; outputs/ stays
 	rm -rf $(VENV) .venv-vllm* .pytest_cache .ruff_cache .hypothesis build dist msattn.egg-info

@@ -125,3 +125,4 @@ def test_versions_agree() -> None:
 
     assert msattn.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("msattn")
     assert f"## {msattn.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {msattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
