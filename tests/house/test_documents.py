@@ -88,7 +88,7 @@ def test_the_documents_commands_are_real(document: str) -> None:
         elif program == "msattn":
             assert words[0] in OTHER_COMMANDS, line
         else:
-            assert program in ("pip", "git", "python", "cd", "vllm"), f"{document}: {line}"
+            assert program in ("pip", "git", "python", "cd", "vllm", "docker"), f"{document}: {line}"
     for block in blocks(document, "python"):
         compile(block, document, "exec")
 
