@@ -1,6 +1,8 @@
 """The documents: their commands, examples, links and figures."""
 
 import ast
+import json
+import os
 import re
 import runpy
 import shlex
@@ -58,6 +60,34 @@ def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]
 def test_the_scorer_of_contributing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(blocks("docs/contributing.md", "python")[0], {"__name__": "example"})
     assert re.search(r"sparsity 0\.[34]", capsys.readouterr().out)
+
+
+NOTEBOOK = ROOT / "docs/examples/first_hour.ipynb"
+SMOLLM2 = ROOT / "outputs/smollm2/model"
+
+
+def test_the_notebook_is_tracked_without_results() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs SmolLM2, which make models brings")
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    (tmp_path / "outputs/smollm2").mkdir(parents=True)
+    (tmp_path / "outputs/smollm2/model").symlink_to(SMOLLM2)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert len(re.findall(r"^(?:dense|gate|mean_pool, 50%.*): .*48213", printed, flags=re.MULTILINE)) == 3
+    shown = [kind for output in outputs for kind in output.get("data", ())]
+    assert shown.count("image/png") == 2
+    assert shown.count("text/html") == 1
 
 
 GUIDE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guide").glob("*.md"))
