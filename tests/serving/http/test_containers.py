@@ -26,7 +26,7 @@ AS_ROOT = ("useradd", "apt-get")  # steps that need an image of their own
 def stages() -> dict[str, list[tuple[str, str]]]:
     """Instructions and their arguments in each stage of the Dockerfile, those of the stage that it is based on first."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
-    found: dict[str, list[tuple[str, str]]] = {}
+    found, stage = dict[str, list[tuple[str, str]]](), ""
     for name, argument in (line.split(maxsplit=1) for line in text.splitlines() if line):
         if name == "FROM":
             image, _, stage = argument.split()
