@@ -10,7 +10,7 @@ COPY conf conf
 COPY kernels kernels
 COPY trainer trainer
 RUN python -m venv /opt/msattn
-RUN /opt/msattn/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt '.[gguf,serve]'
+RUN /opt/msattn/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt '.[gguf,grammar,serve]'
 
 FROM python:3.11-slim AS base
 RUN useradd --create-home --uid 1000 msattn && install --directory --owner msattn /home/msattn/.cache
