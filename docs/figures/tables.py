@@ -87,6 +87,7 @@ ROUTERS = {
     "window of first and last keys": "sink and window",
     "random buckets": "random buckets",
 }
+OF_OWN_KEYS = {"clusters of own keys": "key clusters", "Twilight": "Twilight"}  # routers that index the sequence itself
 CALIBRATED = {title: {"method": method, "select": "calibrated"} for title, method in SCORES.items()}
 TOP_K = {f"{title}, top-k": {"method": method, "select": "topk"} for title, method in SCORES.items()}
 PUBLIC = {title: line for title, line in (CALIBRATED | TOP_K).items() if not title.startswith(("A-shape", "random"))}
@@ -117,7 +118,7 @@ def of_seeds(title: str, **where: str) -> dict[str, Where]:
 
 def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
-    return {f"{title}|{x}": {"method": ROUTERS[title], "setting": x} for title, found in settings.items() for x in found}
+    return {f"{title}|{x}": {"method": (ROUTERS | OF_OWN_KEYS)[title], "setting": x} for title, found in settings.items() for x in found}
 
 
 FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
@@ -127,14 +128,26 @@ SMOLLM2 = {"model": "smollm2", "task": "ruler"}
 RULER_BLOCKS = {"select": "topk", "length": "16384"}
 NEEDLE_BLOCKS = [("gate", "0.9"), *((title, "0.95") for title in ("gate", "Quest bounds", "vertical-slash"))]
 NEEDLE_BLOCKS += [("mean pooling", "0.9"), ("A-shape", "0.9")]
-AT_80_AND_4K = {"setting": "sparsity 0.8", "length": "4096", **SMOLLM2}
 TURNS = (8192, 24576, 57344, 122880)
 SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
+AT_80_AND_90 = {"80 %": "sparsity 0.8", "90 %": "sparsity 0.9"}
+ALL_COMPARED = {
+    "gate": {"method": "gate"},
+    "gate and question": {"method": "gate_question"},
+    "mean pooling": {"method": "mean_pool"},
+    "vertical-slash": {"method": "vertical_slash"},
+    "MInference": {"method": "minference"},
+    "FlexPrefill": {"method": "flexprefill"},
+    "XAttention": {"method": "xattention"},
+    "FlashPrefill": {"method": "flashprefill"},
+    "Quest bounds": {"method": "quest"},
+    "true block map": {"method": "oracle"},
+}
+COMPARED_METHODS = {title: line for title, line in ALL_COMPARED.items() if title not in ("FlexPrefill", "FlashPrefill")}
 TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
-# Of a comparison by trainer/recipes/comparison.py, once its file is here.
-COMPARED = rows("comparison") if (FOLDER / "comparison.csv").exists() else []
+COMPARED = rows("comparison")  # by trainer/recipes/comparison.py; runs of gates s0 to s2 are seeds
 COMPARED_BY = {  # title and form of a task's number
     "perplexity": ("perplexity over dense", ".4f", RATIO),
     "ruler": ("RULER (%)", ".1%", SCORE),
@@ -211,9 +224,9 @@ TABLES = {
         ],
     ),
     "smollm2-perplexity": Table(
-        "public",
+        "comparison",
         "blocks chosen by",
-        {title: line for title, line in PUBLIC.items() if title in CALIBRATED or title == "gate, top-k"},
+        COMPARED_METHODS,
         [
             *by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
             Cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
@@ -222,6 +235,7 @@ TABLES = {
         ],
         model="smollm2",
         task="perplexity",
+        length="8192",
     ),
     **{
         f"{model}-intervals": Table(
@@ -235,11 +249,17 @@ TABLES = {
         for model in ("smollm2", "gemma3_270m")
     },
     "smollm2-blocks": Table(
-        "public",
-        "blocks chosen by, 80 % sparse",
-        {title: line for title, line in PUBLIC.items() if title in CALIBRATED},
-        by_length("", ("4096", "8192"), ".1%", "score"),
-        setting="sparsity 0.8",
+        "comparison",
+        "blocks chosen by",
+        COMPARED_METHODS,
+        [
+            *(
+                Cell(f"{int(x):,} tokens, {share} (%)", ".1%", "score", length=x, setting=setting)
+                for x in ("4096", "8192")
+                for share, setting in AT_80_AND_90.items()
+            ),
+            *(Cell(f"read at {share} (%)", ".1%", "selectivity", length="8192", setting=x) for share, x in AT_80_AND_90.items()),
+        ],
         **SMOLLM2,
     ),
     "public-blocks": Table(
@@ -254,8 +274,16 @@ TABLES = {
     "smollm2-keys": Table(
         "public",
         "new tokens read by|setting",
-        keys({"classifier, calibrated": FAR[1:], "classifier": PROBES[1:], "Quest pages": PROBES[1:]}),
-        by_length("", ("4096", "8192"), ".1%", "score"),
+        keys(
+            {
+                "classifier, calibrated": ("5 % of far keys", "10 % of far keys"),
+                "clusters of own keys": ("6 probes", "13 probes"),
+                "Quest pages": ("6 probes", "20 probes"),
+                "Twilight": ("6 probes",),
+            }
+        ),
+        [Cell("RULER (%)", ".1%", *SCORE), Cell("over dense", ".2f", "ratio_to_dense"), Cell("read (%)", ".1%", "selectivity")],
+        length="4096",
         **SMOLLM2,
     ),
     "smollm2-all-keys": Table(
@@ -389,11 +417,12 @@ TABLES = {
     ),
 }
 
-CLASSIFIER = {"method": "classifier, calibrated", "setting": "3.5 % of far keys", "length": "4096", **SMOLLM2}
-PAGES = {"method": "Quest pages", "setting": "4 probes", "length": "4096", **SMOLLM2}
+CLASSIFIER = {"method": "classifier, calibrated", "setting": "5 % of far keys", "length": "4096", **SMOLLM2}
+CLUSTERS = {"method": "key clusters", "setting": "6 probes", "length": "4096", **SMOLLM2}
 LAB_CLASSIFIER = {"method": "classifier, calibrated", "length": "16384"}
 LAB_PAGES = {"method": "Quest pages", "setting": SHARES[0], "length": "16384"}
-PERPLEXITY = {"model": "smollm2", "task": "perplexity", "setting": "sparsity 0.8", "select": "calibrated"}
+PERPLEXITY = {"model": "smollm2", "task": "perplexity", "setting": "sparsity 0.8", "length": "8192"}
+ANSWERS = {"setting": "sparsity 0.8", "length": "8192", **SMOLLM2}
 GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
 TURN = {"situation": "8192 new after 122880", "length": "131072"}
 
@@ -404,15 +433,16 @@ NUMBERS = {
     "turn-dense-seconds": ("speed", Cell("", ".3f", "score", method="dense, flash", **TURN)),
     "generate": ("decode", Cell("", ".2f", "times_same cache and graphs", **GRAPHS)),
     "generate-batch": ("decode", Cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes")),
-    "gate-perplexity": ("public", Cell("", ".3f", "ratio_to_dense", method="gate", **PERPLEXITY)),
-    "pooling-perplexity": ("public", Cell("", ".3f", "ratio_to_dense", method="mean_pool", **PERPLEXITY)),
-    "dense-answers": ("public", Cell("", ".1%", "score", method="dense", length="4096", **SMOLLM2)),
-    "gate-answers": ("public", Cell("", ".1%", "score", **CALIBRATED["gate"], **AT_80_AND_4K)),
-    "slash-answers": ("public", Cell("", ".1%", "score", **CALIBRATED["vertical-slash"], **AT_80_AND_4K)),
+    "gate-perplexity": ("comparison", Cell("", ".3f", "ratio_to_dense", method="gate", **PERPLEXITY)),
+    "pooling-perplexity": ("comparison", Cell("", ".3f", "ratio_to_dense", method="mean_pool", **PERPLEXITY)),
+    "dense-answers": ("comparison", Cell("", ".1%", "score", method="dense", length="8192", **SMOLLM2)),
+    "gate-answers": ("comparison", Cell("", ".1%", "score", method="gate", **ANSWERS)),
+    "question-answers": ("comparison", Cell("", ".1%", "score", method="gate_question", **ANSWERS)),
+    "minference-answers": ("comparison", Cell("", ".1%", "score", method="minference", **ANSWERS)),
     "classifier-answers": ("public", Cell("", ".1%", "score", **CLASSIFIER)),
     "classifier-read": ("public", Cell("", ".1%", "selectivity", **CLASSIFIER)),
-    "pages-answers": ("public", Cell("", ".1%", "score", **PAGES)),
-    "pages-read": ("public", Cell("", ".1%", "selectivity", **PAGES)),
+    "clusters-answers": ("public", Cell("", ".1%", "score", **CLUSTERS)),
+    "clusters-read": ("public", Cell("", ".1%", "selectivity", **CLUSTERS)),
     "lab-dense-answers": ("ruler", Cell("", ".1%", "score", method="dense", length="16384")),
     "lab-classifier-answers": ("ruler", Cell("", ".1%", "score", **LAB_CLASSIFIER)),
     "lab-classifier-read": ("ruler", Cell("", ".1%", "selectivity", **LAB_CLASSIFIER)),

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.gate.attn_gate import pool_keys as gate_pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert rotation is not None
         keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys)
         before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
-        expected = pool_blocks(before_rope, state.gate.k_pool, block_size=BLOCK)
+        expected = gate_pool_keys(state.gate.pooled_keys, before_rope, keys, block_size=BLOCK)
         torch.testing.assert_close(pooled, expected, rtol=1e-4, atol=1e-4)
         counts["known blocks"] += prompt.pooled
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled
