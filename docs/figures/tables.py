@@ -118,7 +118,11 @@ def of_seeds(title: str, **where: str) -> dict[str, Where]:
 
 def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
-    return {f"{title}|{x}": {"method": (ROUTERS | OF_OWN_KEYS)[title], "setting": x} for title, found in settings.items() for x in found}
+    return {
+        f"{title}|{x}": {"method": (ROUTERS | OF_OWN_KEYS)[title], "setting": x}
+        for title, found in settings.items()
+        for x in found
+    }
 
 
 FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
@@ -147,7 +151,7 @@ ALL_COMPARED = {
 COMPARED_METHODS = {title: line for title, line in ALL_COMPARED.items() if title not in ("FlexPrefill", "FlashPrefill")}
 TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
-COMPARED = rows("comparison")  # by trainer/recipes/comparison.py; runs of gates s0 to s2 are seeds
+COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
 COMPARED_BY = {  # title and form of a task's number
     "perplexity": ("perplexity over dense", ".4f", RATIO),
     "ruler": ("RULER (%)", ".1%", SCORE),
@@ -258,7 +262,10 @@ TABLES = {
                 for x in ("4096", "8192")
                 for share, setting in AT_80_AND_90.items()
             ),
-            *(Cell(f"read at {share} (%)", ".1%", "selectivity", length="8192", setting=x) for share, x in AT_80_AND_90.items()),
+            *(
+                Cell(f"read at {share} (%)", ".1%", "selectivity", length="8192", setting=x)
+                for share, x in AT_80_AND_90.items()
+            ),
         ],
         **SMOLLM2,
     ),

@@ -73,13 +73,27 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
         *(f"data.heldout_path={tmp_path}/test.txt", f"data.cache={tmp_path}/cache", f"eval.leval.path={leval}"),
         *("eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]", "eval.leval.sparsities=[0.5]", "device=cpu"),
         *("eval.ruler.tasks=[fwe]", "eval.ruler.samples=2", "eval.ruler.sparsities=[0.5]", "select.block_size=16"),
-        *("--lengths", "400", "--gates", "trainer/embedded/artifacts/gate", "--baselines", "quest", "--processes", "1"),
+        *(
+            "--lengths",
+            "400",
+            "--gates",
+            "trainer/embedded/artifacts/gate",
+            "--seeds",
+            "--baselines",
+            "quest",
+            "--processes",
+            "1",
+        ),
     ]
     main(arguments)
     table = (tmp_path / "out" / "comparison.csv").read_text()
     lines = [*csv.DictReader(table.splitlines())]
     assert len(lines) == 3 + 2 * 3 * 3
     assert {each["best_untrained"] for each in lines} == {"", "quest"}
+    assert {(each["method"], each["seed"]) for each in lines if each["best_untrained"]} == {
+        ("gate", "0"),
+        ("gate_question", "0"),
+    }
     kept = sorted(
         (tmp_path / "out" / "tiny-400" / "topk-quest").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns
     )

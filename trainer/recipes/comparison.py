@@ -9,9 +9,10 @@ whose rows all others are compared, then a method under a policy at a time. What
 ``OUT/<model>-<lengths>``, and the same command continues after an interruption.
 
 ``OUT/comparison.csv`` holds the rows of all models and lengths whose comparisons have ended there: ``model``, ``select``,
-and the columns of ``msattn eval``. Rows of gates, named by the folder of their run, also have the paired difference to the
-best method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 % interval. With
-this file in docs/figures, ``python docs/figures/draw.py`` fills the tables ``comparison-<model>-<task>`` of a document.
+and the columns of ``msattn eval``. Rows of gates are named by the folder of their run, or with ``--seeds`` by their ``seed``.
+They also have the paired difference to the best method without training at the same sparsity and policy: ``best_untrained``,
+``over_best`` and its 95 % interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
+``comparison-<model>-<task>`` of a document.
 """
 
 import csv
@@ -28,8 +29,7 @@ from typing import Any
 
 import torch
 
-from msattn.trainer import models
-from msattn.trainer.artifacts import check_model
+from msattn.trainer import artifacts, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config.select import BASELINES, GATE_SCORES
 from msattn.trainer.errors import run_program
@@ -61,6 +61,7 @@ class Part:
     baseline: str | None = None
     gate: Path | None = None
     scores: str = "gate"  # of the gate
+    seeds: bool = False  # the rows of a gate have the seed of its training instead of the name of its run
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
 
@@ -97,15 +98,20 @@ def measure(part: Part) -> list[EvalRow]:
                     if task == "perplexity" and not methods.block_selections:  # which keeps no row of dense attention
                         kept.add(found, task, length, DENSE, "")
         kept.add([], "done")
-    return [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.baseline is None and part.gate is None)]
+    rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.baseline is None and part.gate is None)]
+    if part.gate is None or not part.seeds:
+        return rows
+    seed = artifacts.read(part.gate, kind="gate").manifest["seed"]
+    return [replace(row, extra={"seed": seed} | row.extra) for row in rows]
 
 
 def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
     if part.gate is not None:
         gate = Gate.load(part.gate)
         assert gate.artifact is not None
-        check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
-        method = gate.scorer(part.scores).method.of(source=part.gate.resolve().parent.name)
+        artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
+        method = gate.scorer(part.scores).method
+        method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
         return [BlockSelectionMethod(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
     if part.baseline is not None:
         return [BlockSelectionMethod(untrained_method(part.baseline).scorer.method, replace(cfg.select, scores=part.baseline))]
@@ -119,6 +125,7 @@ def parts_of(
     baselines: Sequence[str],
     overrides: Sequence[str],
     policies: Sequence[str] = POLICIES,
+    seeds: bool = False,
 ) -> tuple[list[Part], list[Part]]:
     """Returns the parts of dense attention, and those of the methods."""
     cfg: Any = compose("eval", overrides)
@@ -130,7 +137,7 @@ def parts_of(
     dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
     methods: list[tuple[str, dict[str, Any]]] = [
         *(
-            (f"{scores}-{path.resolve().parent.name}", {"gate": path, "scores": scores})
+            (f"{scores}-{path.resolve().parent.name}", {"gate": path, "scores": scores, "seeds": seeds})
             for path in gates
             for scores in GATE_SCORES
         ),
@@ -199,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     parser.add_argument("--lengths", nargs="+", type=int, required=True, help="tokens of chunks and prompts")
     parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
+    parser.add_argument("--seeds", action="store_true", help="the gates differ in the seed of their training alone")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
     parser.add_argument("--processes", type=int, default=7, help="processes, on all GPUs in turn")
@@ -207,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run = "-".join([cfg.model.name, *map(str, args.lengths)])
     folder = args.out / run
     folder.mkdir(parents=True, exist_ok=True)
-    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, args.policies)
+    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, args.policies, args.seeds)
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
