@@ -1,9 +1,15 @@
-"""Block-sparse attention in PyTorch, by gathering blocks, and its gradient."""
+"""Block-sparse attention in PyTorch, by batched products of gathered blocks, and its gradient.
+
+Row blocks that read equally many key blocks are a batch, so that no product is padded. Query heads that share a key/value head
+and a block mask are the rows of one matrix.
+"""
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_mask
@@ -26,22 +32,22 @@ def block_sparse_attention(
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.block_sparse_attention`.
 
-    It gathers the selected blocks and is differentiable.
+    Its cost is proportional to the number of selected blocks. It is differentiable.
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
     check_per_sequence("kv_start", kv_start, q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
-    statistics = statistics_dtype(q)
-    group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
-    for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
-        keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        rows_out, rows_lse = masked_attention(q[b, h, i].to(statistics), keys, values, seen, scale, softcap=softcap)
-        rows = b.expand_as(i)[exists], h.expand_as(i)[exists], i[exists]
-        out[rows] = rows_out[exists].to(q.dtype)
-        lse[rows] = rows_lse[exists]
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics_dtype(q))
+    for rows, cols, chunks in _parts(q, k, block_mask, block_size, causal, kv_start):
+        queries, keys, values = rows.split(q), cols.split(k), cols.split(v)
+        rows_out, rows_lse = torch.zeros_like(queries), torch.full_like(queries[..., 0], -math.inf)
+        for r, c, seen in chunks:
+            read = (_gather(x, c) for x in (keys, values))
+            rows_out[r], rows_lse[r] = masked_attention(queries[r], *read, seen, scale, softcap=softcap)
+        rows.join(rows_out, out)
+        rows.join(rows_lse[..., None], lse[..., None])
     return SparseAttention(out, lse)
 
 
@@ -62,45 +68,84 @@ def block_sparse_attention_backward(
     kv_start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v."""
-    statistics = statistics_dtype(q)
-    group = q.shape[1] // k.shape[1]
-    dq, dk, dv = (x.new_zeros(x.shape, dtype=statistics) for x in (q, k, v))
-    for b, h, i, j, exists, seen in _selected_chunks(q, k, block_mask, block_size, causal, kv_start):
-        place = b, h, i
-        queries, dout_rows, out_rows = (x[place].to(statistics) for x in (q, dout, out))
-        keys, values = (x[b, h // group, j].to(statistics) for x in (k, v))
-        dqueries, dkeys, dvalues = masked_attention_backward(
-            dout_rows, dlse[place], queries, keys, values, out_rows, lse[place], seen, scale, softcap=softcap
-        )
-        dq[tuple(index.expand_as(i)[exists] for index in place)] = dqueries[exists]
-        key_rows = ((b * k.shape[1] + h // group) * k.shape[2] + j).flatten()
-        dk.view(-1, k.shape[3]).index_add_(0, key_rows, dkeys.flatten(0, 1))  # deterministic on a CPU
-        dv.view(-1, k.shape[3]).index_add_(0, key_rows, dvalues.flatten(0, 1))
-    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for rows, cols, chunks in _parts(q, k, block_mask, block_size, causal, kv_start):
+        queries, douts, outs = (rows.split(x) for x in (q, dout, out))
+        dlses, lses = (rows.split(x[..., None])[..., 0] for x in (dlse, lse))
+        keys, values = cols.split(k), cols.split(v)
+        dqueries, dkeys, dvalues = (torch.zeros_like(x) for x in (queries, keys, values))
+        for r, c, seen in chunks:
+            read = (_gather(x, c) for x in (keys, values))
+            dqueries[r], *of_read = masked_attention_backward(
+                douts[r], dlses[r], queries[r], *read, outs[r], lses[r], seen, scale, softcap=softcap
+            )
+            for total, added in zip((dkeys, dvalues), of_read, strict=True):
+                total.index_add_(0, c.flatten(), added.reshape(-1, *total.shape[1:]))  # deterministic on a CPU
+        rows.join(dqueries, dq)
+        cols.join(dkeys, dk)
+        cols.join(dvalues, dv)
+    return dq, dk, dv
 
 
-def _selected_chunks(
+class _Blocks(NamedTuple):
+    """Blocks of the tokens from ``first`` on, of a part of a batch, numbered over its sequences and lists of the block mask."""
+
+    batch: slice
+    first: int
+    lists: int  # each of one or several heads
+    block_size: int
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns the blocks of ``x [B, H, N, D]``, filled with zeros: ``[blocks, heads of a list * block_size, D]``."""
+        x = x[self.batch, :, self.first :].to(statistics_dtype(x))
+        x = F.pad(x, (0, 0, 0, -x.shape[2] % self.block_size))
+        blocks = x.unflatten(2, (-1, self.block_size)).unflatten(1, (self.lists, -1)).transpose(2, 3)
+        return blocks.reshape(-1, x.shape[1] // self.lists * self.block_size, x.shape[3])
+
+    def join(self, blocks: Tensor, x: Tensor) -> None:
+        """Writes blocks back to ``x [B, H, N, D]``."""
+        part = x[self.batch, :, self.first :]
+        batch, heads, tokens, size = part.shape
+        blocks = blocks.view(batch, self.lists, -1, heads // self.lists, self.block_size, size).transpose(2, 3)
+        part.copy_(blocks.reshape(batch, heads, -1, size)[:, :, :tokens])
+
+
+def _parts(
     q: Tensor, k: Tensor, block_mask: Tensor, block_size: int, causal: bool, kv_start: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Yields the selected keys of R row blocks at a time.
+) -> Iterator[tuple[_Blocks, _Blocks, Iterator[tuple[Tensor, Tensor, Tensor]]]]:
+    """Yields row blocks and column blocks of sequences with the same padding, and chunks of the rows.
 
-    A chunk is the sequence ``b [R, 1]``, the query head ``h [R, 1]``, queries ``i [R, block]`` and keys ``j [R, S]``, a mask of
-    queries that exist ``[R, block]``, and a mask of the keys that they see ``[R, block, S]``.
+    A chunk has row blocks ``[R]``, the column blocks that each reads ``[R, W]``, and ``seen`` of :func:`masked_attention`.
     """
-    within = torch.arange(block_size, device=q.device)
-    mask = block_mask.expand(q.shape[0], -1, -1, -1)
+    kv_heads = k.shape[1]
+    lists = max(block_mask.shape[1], kv_heads)
+    mask = block_mask.expand(len(q), -1, -1, -1).repeat_interleave(lists // block_mask.shape[1], dim=1)
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         n, m = q.shape[2] - first_query, k.shape[2] - first_key
-        first_t, first_u = (torch.arange(x, device=q.device) * block_size for x in mask.shape[2:])
-        last = (first_t + block_size).clamp(max=n) + delta if causal else torch.full_like(first_t, m)
-        readable = (first_u < last[:, None]) & (first_u < m) & (first_t < n)[:, None]
-        selected = (mask[batch] & readable).repeat_interleave(q.shape[1] // mask.shape[1], dim=1)  # [B, Hq, Tr, Tc]
-        for b, h, r, on, c in row_lists(selected, block_size**2):
-            u = (c[..., None] * block_size + within).flatten(1)
-            t = r[:, None] * block_size + within
-            exists = t < n
-            seen = exists[..., None] & (on.repeat_interleave(block_size, 1) & (u < m))[:, None]
-            if causal:
-                seen = seen & (u[:, None] <= t[..., None] + delta)
-            i, j = first_query + t.clamp(max=n - 1), first_key + u.clamp(max=m - 1)
-            yield b[:, None] + (batch.start or 0), h[:, None], i, j, exists, seen
+        if n and m:
+            rows, cols = _Blocks(batch, first_query, lists, block_size), _Blocks(batch, first_key, kv_heads, block_size)
+            yield rows, cols, _chunks(mask[batch], n, m, delta, block_size, causal, q.shape[1], kv_heads)
+
+
+def _chunks(
+    mask: Tensor, n: int, m: int, delta: int, block_size: int, causal: bool, q_heads: int, kv_heads: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the chunks of n queries and m keys; causal query t sees keys ``u <= t + delta``."""
+    first_t, first_u = (torch.arange(0, tokens, block_size, device=mask.device) for tokens in (n, m))
+    mask = mask[..., : len(first_t), : len(first_u)]
+    if causal:
+        mask = mask & (first_u < (first_t + block_size).clamp(max=n)[:, None] + delta)
+    lists = mask.shape[1]
+    within = torch.arange(block_size, device=mask.device)
+    of_list = within.repeat(q_heads // lists)
+    partial = 2 if causal and delta % block_size else 1  # last blocks of a row that hold keys some of its queries do not see
+    for rows, cols in row_lists(mask.flatten(0, 2), len(of_list) * block_size):
+        u = (first_u[cols[:, -partial:], None] + within).flatten(1)[:, None]
+        seen = u <= first_t[rows % len(first_t), None, None] + of_list[:, None] + delta if causal else u < m
+        head = rows // len(first_t) // (lists // kv_heads)
+        yield rows, head[:, None] * len(first_u) + cols, seen
+
+
+def _gather(blocks: Tensor, numbers: Tensor) -> Tensor:
+    """Returns the ``blocks [..., block, D]`` with ``numbers [R, W]``, joined: ``[R, W * block, D]``."""
+    return blocks.index_select(0, numbers.flatten()).view(len(numbers), -1, blocks.shape[2])

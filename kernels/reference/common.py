@@ -9,6 +9,7 @@ from torch import Tensor
 from msattn.kernels.common.checks import query_offset
 
 SCORES_AT_ONCE = 2**22  # scores in a chunk: 16 MiB in fp32
+LISTED_SCORES = 2**19  # in a chunk of lists of blocks: they and the gathered keys fit a CPU's cache
 
 
 def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> Iterator[tuple[slice, int, int, int]]:
@@ -28,22 +29,16 @@ def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> It
         yield slice(b, b + 1), min(max(start - offset, 0), q.shape[2]), start, max(offset - start, 0)
 
 
-def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Yields the columns that ``selected [B, H, Tr, Tc]`` selects, R rows at a time.
+def row_lists(selected: Tensor, scores_each: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields rows of ``selected [rows, columns]`` that select equally many columns: rows ``[R]`` and columns ``[R, W]``.
 
-    A chunk is ``b, h, r [R]``, a mask of valid entries ``[R, W]``, and the columns ``c [R, W]``; shorter lists repeat their
-    first column as padding. Rows are sorted by length, which keeps padding small. An entry has ``scores_each`` scores,
-    and a chunk holds up to SCORES_AT_ONCE scores.
+    Columns ascend. Rows without one are left out. An entry has ``scores_each`` scores, and a chunk holds up to LISTED_SCORES.
     """
-    lengths = selected.sum(-1)
-    rows = lengths.flatten().argsort(descending=True, stable=True)[: int((lengths > 0).sum())]
-    while rows.numel():
-        width = int(lengths.flatten()[rows[0]])
-        some, rows = rows.tensor_split([max(1, SCORES_AT_ONCE // (scores_each * width))])
-        b, h, r = torch.unravel_index(some, lengths.shape)
-        on, c = selected[b, h, r].to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        on, c = on[:, :width].bool(), c[:, :width]
-        yield b, h, r, on, c.where(on, c[:, :1])
+    widths, order = selected.sum(-1).sort(stable=True)
+    widths, counts = widths.unique_consecutive(return_counts=True)
+    for width, rows in zip(widths.tolist(), order.split(counts.tolist()), strict=True):
+        for some in rows.split(max(1, LISTED_SCORES // (scores_each * width))) if width else ():
+            yield some, selected[some].nonzero()[:, 1].view(-1, width)
 
 
 def cap_scores(scores: Tensor, softcap: float | None) -> Tensor:
@@ -56,16 +51,18 @@ def masked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns ``out, lse`` of masked attention, with materialized scores.
 
-    Shapes are ``q [R, n, D]``, ``k, v [R, m, D]``, and ``seen [R, n, m]`` for the mask. ``bias`` is added to the scaled and
-    capped scores.
+    Shapes are ``q [R, n, D]`` and ``k, v [R, m, D]``. The mask ``seen [R, n | 1, S]`` is that of the last S keys; all queries
+    see those before. ``bias`` is added to the scaled and capped scores.
     """
-    scores = cap_scores(q @ k.mT * scale, softcap)
+    scores = cap_scores(q * scale @ k.mT, softcap)
     scores = scores if bias is None else scores + bias
-    scores = scores.masked_fill(~seen, -math.inf)
-    nothing = ~seen.any(-1)
-    lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)  # finite also in empty rows, so that gradients are finite
-    out = (scores - lse[..., None]).exp() @ v
-    return out, lse.masked_fill(nothing, -math.inf)
+    _hide(scores, seen, -math.inf)
+    largest = scores.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)  # finite also in empty rows
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    at_least_one = total.clamp(min=1)  # less only in empty rows, where gradients are finite this way
+    lse = (largest + at_least_one.log()).masked_fill(total == 0, -math.inf)
+    return weights @ v / at_least_one, lse[..., 0]
 
 
 def masked_attention_backward(
@@ -77,11 +74,17 @@ def masked_attention_backward(
     ``dS = P * (dP - rowsum(dO * O) + dlse)``, where P is recomputed from the LSE. With a cap, it is multiplied by the slope of
     the cap, ``1 - (S / softcap)^2``.
     """
-    scores = cap_scores(q @ k.mT * scale, softcap)
+    scores = cap_scores(q * scale @ k.mT, softcap)
     biased = scores if bias is None else scores + bias
-    probs = (biased - lse[..., None]).masked_fill(~seen, -math.inf).exp()
+    probs = _hide(biased - lse[..., None], seen, -math.inf).exp_()
     row_delta = ((dout * out).sum(-1) - dlse)[..., None]
-    dscores = (probs * (dout @ v.mT - row_delta)).masked_fill(~seen, 0) * scale
+    dscores = _hide(probs * (dout @ v.mT - row_delta), seen, 0) * scale
     if softcap is not None:
         dscores *= 1 - (scores / softcap).square()
     return dscores @ k, dscores.mT @ q, probs.mT @ dout
+
+
+def _hide(x: Tensor, seen: Tensor, value: float) -> Tensor:
+    """Replaces the entries ``x [R, n, m]`` of keys that are not ``seen [R, n | 1, S]``, in place."""
+    x[..., x.shape[-1] - seen.shape[-1] :].masked_fill_(~seen, value)
+    return x

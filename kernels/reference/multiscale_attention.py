@@ -170,13 +170,14 @@ def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, cau
     begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # first entry of each zoom
     begin_of[list(ZOOMS)] = torch.tensor([0, *(-(-m // z) for z in ZOOMS[:-1])], device=device).cumsum(0)
     selected = (part < parts_of[zoom.int()][..., None]).flatten(3)  # [B, Hq, Tr, Tc * PARTS]
-    for b, h, r, on, c in row_lists(selected, block_size * size):
+    for rows, c in row_lists(selected.flatten(0, 2), block_size * size):
+        b, h, r = torch.unravel_index(rows, zoom.shape[:3])
         z = zoom[b[:, None], h[:, None], r[:, None], c // PARTS].long()
         g = (c // PARTS * (block_size // z) + c % PARTS * size)[..., None] + torch.arange(size, device=device)
-        z, on, g = z.repeat_interleave(size, 1), on.repeat_interleave(size, 1), g.flatten(1)
+        z, g = z.repeat_interleave(size, 1), g.flatten(1)
         count = (m - g * z).clamp(max=z)  # number of keys in the entry
         t = r[:, None] * block_size + torch.arange(block_size, device=device)
-        seen = (t < n)[..., None] & (on & (count > 0))[:, None]
+        seen = (t < n)[..., None] & (count > 0)[:, None]
         if causal:
             seen = seen & ((g * z + count - 1)[:, None] <= t[..., None] + delta)
         j = begin_of[z] + g.where(count > 0, 0)
