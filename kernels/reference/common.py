@@ -54,6 +54,8 @@ def masked_attention(
     Shapes are ``q [R, n, D]`` and ``k, v [R, m, D]``. The mask ``seen [R, n | 1, S]`` is that of the last S keys; all queries
     see those before. ``bias`` is added to the scaled and capped scores.
     """
+    if k.shape[-2] == 0:
+        return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf)
     scores = cap_scores(q * scale @ k.mT, softcap)
     scores = scores if bias is None else scores + bias
     _hide(scores, seen, -math.inf)
