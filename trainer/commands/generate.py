@@ -59,7 +59,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
         console.print(results[name].text, markup=False, highlight=False)
     _print_figures(results, ids.shape[1], console)
     if loaded.model.device.type == "cpu":
-        console.print("On a CPU sparse attention saves no time: it runs as plain PyTorch. Kernels run on GPUs.")
+        console.print("A CPU runs PyTorch instead of kernels: long sparse prompts save time, new tokens do not.")
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
             tracker.table("results", [{"attention": name, **result.figures} for name, result in results.items()])
