@@ -98,7 +98,8 @@ class _Blocks(NamedTuple):
     def split(self, x: Tensor) -> Tensor:
         """Returns the blocks of ``x [B, H, N, D]``, filled with zeros: ``[blocks, heads of a list * block_size, D]``."""
         x = x[self.batch, :, self.first :].to(statistics_dtype(x))
-        x = F.pad(x, (0, 0, 0, -x.shape[2] % self.block_size))
+        if missing := -x.shape[2] % self.block_size:
+            x = F.pad(x, (0, 0, 0, missing))
         blocks = x.unflatten(2, (-1, self.block_size)).unflatten(1, (self.lists, -1)).transpose(2, 3)
         return blocks.reshape(-1, x.shape[1] // self.lists * self.block_size, x.shape[3])
 
