@@ -44,8 +44,8 @@ def block_sparse_attention(
         queries, keys, values = rows.split(q), cols.split(k), cols.split(v)
         rows_out, rows_lse = torch.zeros_like(queries), torch.full_like(queries[..., 0], -math.inf)
         for r, c, seen in chunks:
-            read = (_gather(x, c) for x in (keys, values))
-            rows_out[r], rows_lse[r] = masked_attention(queries[r], *read, seen, scale, softcap=softcap)
+            some_k, some_v = _gather(keys, c), _gather(values, c)
+            rows_out[r], rows_lse[r] = masked_attention(queries[r], some_k, some_v, seen, scale, softcap=softcap)
         rows.join(rows_out, out)
         rows.join(rows_lse[..., None], lse[..., None])
     return SparseAttention(out, lse)
@@ -75,11 +75,11 @@ def block_sparse_attention_backward(
         keys, values = cols.split(k), cols.split(v)
         dqueries, dkeys, dvalues = (torch.zeros_like(x) for x in (queries, keys, values))
         for r, c, seen in chunks:
-            read = (_gather(x, c) for x in (keys, values))
-            dqueries[r], *of_read = masked_attention_backward(
-                douts[r], dlses[r], queries[r], *read, outs[r], lses[r], seen, scale, softcap=softcap
+            some_k, some_v = _gather(keys, c), _gather(values, c)
+            dqueries[r], some_dk, some_dv = masked_attention_backward(
+                douts[r], dlses[r], queries[r], some_k, some_v, outs[r], lses[r], seen, scale, softcap=softcap
             )
-            for total, added in zip((dkeys, dvalues), of_read, strict=True):
+            for total, added in ((dkeys, some_dk), (dvalues, some_dv)):
                 total.index_add_(0, c.flatten(), added.reshape(-1, *total.shape[1:]))  # deterministic on a CPU
         rows.join(dqueries, dq)
         cols.join(dkeys, dk)

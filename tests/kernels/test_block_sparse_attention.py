@@ -20,13 +20,13 @@ from tests.kernels.test_block_maps import BLOCK_SPARSE, check, random_mask
 def test_reference_in_chunks_and_by_autograd(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Chunks of one row block give the same results as larger ones, and autograd the gradients of the operator."""
     case = Case(2, 4, 2, 100, 140, 16, padding=(0, 60), block_size=16)
-    inputs = [x.requires_grad_() for x in case.qkv(device)]
+    q, k, v = inputs = [x.requires_grad_() for x in case.qkv(device)]
     mask = random_block_mask(2, 4, *case.blocks, 0.4, device)
     mask[:, :, 2] = False  # empty rows have finite gradients
-    want = block_sparse_attention(*inputs, mask, **case.options(device), softcap=5.0, backend="torch")
+    want = block_sparse_attention(q, k, v, mask, **case.options(device), softcap=5.0, backend="torch")
     wanted = torch.autograd.grad(want.out.square().sum() + want.lse.clamp(min=-1e9).sum(), inputs)
     monkeypatch.setattr("msattn.kernels.reference.common.LISTED_SCORES", 1)
-    got = reference.block_sparse_attention(*inputs, mask, **case.options(device), softcap=5.0)
+    got = reference.block_sparse_attention(q, k, v, mask, **case.options(device), softcap=5.0)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.autograd.grad(got.out.square().sum() + got.lse.clamp(min=-1e9).sum(), inputs), wanted)
 
