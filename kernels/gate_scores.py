@@ -26,7 +26,6 @@ from msattn.kernels.types import Backend
 ROWS = 64  # per tile: the rows of a Hopper tensor core instruction
 CHUNK = 32  # pooled channels per step of the projection
 DEPTH = 32  # channels per step of a product
-STAGES = 2
 UNROLLED = 128  # channels of both terms up to which the loop of a product is unrolled; more exceed the shared memory of an A100
 
 
@@ -125,11 +124,12 @@ def launch(
         mean_q = mean_q if len(query_weight) == q.shape[1] else mean_q.unflatten(1, (heads, -1)).mean(2)
         mean_q *= mean_weight * LOG2_E
         head = q.shape[3]
+    unroll = hidden + head <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
         gate_q, gate_k, mean_q, mean_k, scores, kv_start,
         num_queries, num_keys, num_keys - num_queries, rows, cols, k.shape[1],
         HIDDEN=hidden, HEAD=head, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)),
-        UNROLL=hidden + head <= UNROLLED, num_warps=4, num_stages=STAGES,
+        UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
     )  # fmt: skip
     return scores
 

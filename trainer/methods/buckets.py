@@ -127,7 +127,7 @@ LayerIndex = Annotated[int, Interval(ge=0, lt=10_000)]
 
 @dataclass(frozen=True)
 class DecodeDefaults:
-    """Schema of the result of :func:`serving` in a manifest."""
+    """Schema of the result of :func:`decode_defaults` in a manifest."""
 
     probes: Annotated[int, Ge(0)] = 0
     recent: Annotated[int, Interval(ge=1, lt=2**31)] = 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sparse", "attach", "disable", "enable", "enabled", "load"]
 
-_ENABLED = "_msattn_enabled"  # attribute of an enabled model, which so is not kept alive: its context and sparse attention
+_ENABLED = "_msattn_enabled"  # attribute of an enabled model, its context and sparse attention: a table would keep models alive
 
 
 @takes(AttachOptions)

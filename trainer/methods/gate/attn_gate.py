@@ -3,7 +3,7 @@
 In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
 the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With
 ``gate.mean_weight`` a trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its own
-before the softmax. Gates learn without them: trained together, they lose what either knows better.
+before the softmax. Gates learn without these products: gates that had them as inputs selected worse blocks.
 """
 
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
-from msattn.trainer.models.layer_attention import block_map, dense_attention
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import activity
 
@@ -57,7 +57,7 @@ class AShape(UntrainedScorer):
 
 @torch.no_grad()
 def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
-    """Returns the A shape whose scores are the means of the oracle's, by head and distance.
+    """Returns the A shape whose scores are the means of normalised block maps, of largest probabilities, by head and distance.
 
     ``chunks`` are items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     """
@@ -66,14 +66,14 @@ def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]
     counts = torch.zeros_like(sums)
 
     def dense_attention_with_sums(x: LayerInputs) -> Tensor:
-        pooled = block_map(x, block_size).pooled
-        scores = normalize_rows(pooled)[0, :, 1:]  # the only block of the first row says nothing
+        dense = block_map(x, block_size)
+        scores = normalize_rows(dense.pooled)[0, :, 1:]  # the only block of the first row says nothing
         row, column = torch.tril_indices(*scores.shape[1:], offset=1, device=scores.device)
         place = torch.where(column == 0, 0, 2 + row - column)
         seen = scores[:, row, column]
         sums[x.layer].index_add_(1, place, seen)
         counts[x.layer].index_add_(1, place, torch.ones_like(seen))
-        return dense_attention(x)
+        return dense.out
 
     with tap(teacher, dense_attention_with_sums), activity("measuring the spans of heads"):
         for chunk in chunks:

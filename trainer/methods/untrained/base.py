@@ -25,7 +25,7 @@ CHUNK_BYTES = 2**28  # of the scores of single queries that are in memory at onc
 
 @dataclass(frozen=True)
 class UntrainedScorer:
-    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields ``block_size`` and ``seed`` are those of ``select``."""
+    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields are those of ``select`` with their names."""
 
     method: ClassVar[Method]
     block_size: int = 64

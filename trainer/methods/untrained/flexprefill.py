@@ -8,6 +8,7 @@ from torch import Tensor
 
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.methods.untrained.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash, pattern_mass
@@ -35,8 +36,7 @@ class FlexPrefill(UntrainedScorer):
 
     def __call__(self, x: "LayerInputs") -> Tensor:
         vertical, slash = pattern_mass(x, self.block_size, self.block_size)
-        true = vertical.unflatten(-1, (-1, self.block_size)).sum(-1)
-        true = true / true.sum(-1, keepdim=True).clamp(min=torch.finfo(true.dtype).tiny)
+        true = normalize_rows(vertical.unflatten(-1, (-1, self.block_size)).sum(-1))
         query_aware = divergence(self.estimate(x), true).sqrt() < self.tau
         slashes = VerticalSlash(self.block_size).of_mass(x, vertical, slash)
         return torch.where(query_aware[..., None, None], MeanPool(self.block_size)(x), slashes)

@@ -39,8 +39,8 @@ class PagedState:
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
     ``routed`` layers get ``buckets``, int16 ``[P, page_size, Hkv]``. Layers that are ``gated`` by gates of configuration
     ``gate`` keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
-    ``is_pooled``, bool ``[P, page_size / block]``, says of which blocks they are there, in every layer. With ``counted``
-    buckets, ``sizes`` keeps the numbers of keys in so many of them.
+    ``is_pooled``, bool ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer. With
+    ``counted`` buckets, ``sizes`` keeps the numbers of keys in so many of them.
     """
 
     def __init__(
