@@ -70,7 +70,7 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
     from msattn.trainer.storage.documents import parse_yaml
 
     key, equals, value = text.partition("=")
-    if not equals:
+    if not equals or not value:
         raise UserError(f"{name}: {shown(text)}: accepted is key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
     if key not in ("gate", "qmodel"):
         return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]

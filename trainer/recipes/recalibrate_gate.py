@@ -43,6 +43,8 @@ def main() -> None:
     allocation = Allocation(args.floor, pooled=not args.by_layer)
     gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))], allocation)
     facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
+    if args.mean_weight is not None:  # recalls were measured with another weight
+        facts["metrics"] = {name: value for name, value in facts["metrics"].items() if not name.startswith("recall/gate")}
     content = {"tensors": gate.artifact.tensors, "config": gate.artifact.config, "details": gate.details()}
     artifacts.write(gate.artifact.path, kind="gate", overwrite=True, **content, **facts)
 

@@ -8,7 +8,6 @@ import threading
 import warnings
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,14 +19,15 @@ from msattn.trainer.serving.attach import enable
 from msattn.trainer.serving.options import AttachOptions, artifact_options
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedConfig
 
 NAME = "msattn"
 DEFAULT = "vertical_slash"  # selection of models whose files name nothing
 METHODS = ("generate", "generate_batch", "init_continuous_batching")  # uses that begin before the first forward pass
 
-_waiting: "WeakKeyDictionary[nn.Module, RemovableHandle]" = WeakKeyDictionary()  # models that are not enabled yet
+WAITING = (
+    "_msattn_first_use"  # attribute of a model that is not enabled yet: its hook, of which a copy of the model has its own
+)
 _enabling = threading.RLock()  # of two threads that use a model first, one enables it
 
 
@@ -73,8 +73,8 @@ def _find_model(module: nn.Module, name: str, submodule: Any) -> None:
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel) and isinstance(submodule, PreTrainedModel) and _is_asked(submodule):
-        if module not in _waiting:
-            _waiting[module] = module.register_forward_pre_hook(_enable)
+        if WAITING not in vars(module):
+            vars(module)[WAITING] = module.register_forward_pre_hook(_enable)
         _intercept(module)
 
 
@@ -102,8 +102,8 @@ def _enable(model: Any, args: tuple = ()) -> None:
                 del vars(model)[method]
         if asked := [each for each in model.modules() if isinstance(each, PreTrainedModel) and _is_asked(each)]:
             _enable_alone(model, asked)
-        if model in _waiting:
-            _waiting.pop(model).remove()
+        if WAITING in vars(model):
+            vars(model).pop(WAITING).remove()
 
 
 def _enable_alone(model: Any, asked: list[Any]) -> None:

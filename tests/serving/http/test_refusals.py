@@ -55,6 +55,7 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"echo": True}, "echo", "echo=true"),
         ({"seed": 1.5}, "seed", "seed=1.5: input should be a valid integer"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"top_k": 10**310}, "top_k", "less than 2147483648"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
         ({"logit_bias": {"4096": 1}}, "logit_bias", "token 4096 is none of the 4096 of the model"),

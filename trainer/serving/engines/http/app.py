@@ -110,6 +110,7 @@ class Service:
                     body = await asyncio.to_thread(read_body, data, kind, self._model, self._engine.longest)
                     prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
                     samplings = await asyncio.to_thread(self._engine.samplings, body)
+                self._engine.check_places(len(samplings) - 1)
                 generations = request.state.generations = list[Generation]()
                 for sampling in samplings:
                     generations.append(self._engine.submit(prompt, new_tokens, sampling))

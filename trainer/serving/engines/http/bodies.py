@@ -123,7 +123,7 @@ class Body(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 and -1: all
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
     min_p: Share | None = None
     presence_penalty: Penalty | None = 0
     frequency_penalty: Penalty | None = 0

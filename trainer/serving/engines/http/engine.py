@@ -194,14 +194,18 @@ class Engine:
     def arrival(self) -> Iterator[None]:
         """Keeps a place among the waiting requests for one that has arrived until it is submitted; ApiError without one."""
         self._check_runs()
-        most = self._cfg.server.max_waiting
-        if self._arriving + self.waiting >= most:
-            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full")
+        self.check_places(1)
         self._arriving += 1
         try:
             yield
         finally:
             self._arriving -= 1
+
+    def check_places(self, more: int) -> None:
+        """Raises ApiError if there are not so many more places among the waiting answers."""
+        most = self._cfg.server.max_waiting
+        if self._arriving + self.waiting + more > most:
+            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full")
 
     def _check_runs(self) -> None:
         """Raises ApiError if the server stops or has failed."""

@@ -30,7 +30,10 @@ class Grammars:
             raise ApiError(400, f"{PARAM}: the model has no token that ends a text", param=PARAM)
         from llguidance.hf import from_tokenizer
 
-        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
+        except ValueError as error:  # a tokenizer without the fast form
+            raise ApiError(400, f"{PARAM}: {error}", param=PARAM) from error
 
     def of_schema(self, schema: dict[str, Any]) -> "JsonGrammar":
         """Returns the grammar of a JSON schema; ApiError for one that is not valid, or has parts that are not supported."""
