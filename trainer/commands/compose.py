@@ -60,22 +60,6 @@ def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: s
         raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
 
 
-def run_composed(hydra: Any, composed: Any, name: str, task: Callable[[Any], Any]) -> Any:
-    """Returns what ``task`` returns in the folder of a run; ``hydra.run`` would compose once more, which takes 0.3 s."""
-    from hydra._internal.callbacks import Callbacks
-    from hydra.core.utils import configure_log, run_job
-    from hydra.types import HydraContext, RunMode
-
-    composed.hydra.mode = RunMode.RUN
-    configure_log(composed.hydra.hydra_logging, composed.hydra.verbose)
-    callbacks = Callbacks(composed)
-    callbacks.on_run_start(config=composed, config_name=name)
-    context = HydraContext(config_loader=hydra.config_loader, callbacks=callbacks)
-    done = run_job(task, composed, job_dir_key="hydra.run.dir", job_subdir_key=None, hydra_context=context)
-    callbacks.on_run_end(config=composed, config_name=name, job_return=done)
-    return done.return_value
-
-
 def _check_numbers(overrides: Sequence[str]) -> None:
     """Raises UserError for numbers that Hydra would read differently from how they are written.
 

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer import config as schemas
-from msattn.trainer.commands.compose import (
-    compose_raw,
-    initialized_hydra,
-    run_composed,
-    typed_config,
-    with_search_path,
-    without_hydra,
-)
+from msattn.trainer.commands.compose import compose_raw, initialized_hydra, typed_config, with_search_path, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.config import JobConfig, typed
 from msattn.trainer.config.values import shown
@@ -62,10 +55,11 @@ def launch(
             cfg = typed_config(composed, command)
             _check_text(cfg, command)
             _check_outputs(cfg)
-            if (grouped := _with_group(composed, overrides)) != overrides:
-                composed = compose_raw(hydra, command, grouped)
-            # Under torchrun one process writes the run's folder.
-            results = [run_composed(hydra, composed, name, task) if is_main_rank() else task(without_hydra(composed))]
+            overrides = _with_group(composed, overrides)
+            if is_main_rank():  # under torchrun one process writes the run's folder
+                results = [hydra.run(config_name=name, task_function=task, overrides=overrides).return_value]
+            else:
+                results = [task(without_hydra(composed))]
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
             raise type(result)(f"job {number}: {result}") if multirun else result
