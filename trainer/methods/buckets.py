@@ -151,7 +151,12 @@ class RouterDetails:
 
 def decode_defaults(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
     """Returns the numbers with which a router is meant to be served; its manifest records them for ``msattn.attach``."""
-    return {"probes": min(presets.probes, num_buckets), "recent": presets.recent, "sink": 1, "dense_layers": [0]}
+    return {"probes": min(presets.probes, num_buckets), **decode_window(presets)}
+
+
+def decode_window(presets: "ModelPresets") -> dict[str, Any]:
+    """Returns the numbers of :func:`decode_defaults` that do not depend on the buckets: what is read of each text anyway."""
+    return {"recent": presets.recent, "sink": 1, "dense_layers": [0]}
 
 
 def layer_index(layers: list[int], layer: int) -> int:

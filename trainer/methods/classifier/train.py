@@ -23,7 +23,7 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.memory import free_memory, release_memory
-from msattn.trainer.methods.buckets import decode_defaults, layer_index
+from msattn.trainer.methods.buckets import decode_defaults, decode_window, layer_index
 from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
@@ -267,9 +267,8 @@ class _Job:
             model = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed).model
         qmodel = QModel(self.partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual)
         qmodel.load_state_dict(self.trained_tensors())
-        window = {key: value for key, value in self.served.items() if key != "probes"}
         chunks = distributed.rank_shard(self.train.chunks, KEY_CALIBRATION_CHUNKS)
-        return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **window)
+        return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **decode_window(cfg.model.presets))
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the weights of all layers, stacked."""

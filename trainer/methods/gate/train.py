@@ -11,7 +11,7 @@ from accelerate import PartialState
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
-from msattn.trainer.methods.buckets import decode_defaults
+from msattn.trainer.methods.buckets import decode_defaults, decode_window
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -76,8 +76,7 @@ def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Lo
     items = rank_shard(chunks, CALIBRATION_CHUNKS)
     if isinstance(gate, Gate):
         return gate_thresholds(gate, loaded.model, items)
-    window = {name: value for name, value in decode_defaults(cfg.model.presets, gate.num_buckets).items() if name != "probes"}
-    return calibrate_keys(gate, loaded.model, items, **window)
+    return calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
 
 
 def gate_thresholds(
