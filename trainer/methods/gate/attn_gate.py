@@ -287,7 +287,7 @@ class Gate(GateArtifact):
 
         Raises ValueError if keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
         """
-        _check_keys(x)
+        check_keys(x)
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
@@ -309,7 +309,7 @@ class Gate(GateArtifact):
                 mean_q = pool_blocks(x.q, ["avg"], block_size=cfg.block_size, start=first)
                 logits += self._mean_products(x, mean_q, mean_k)
             return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
-        _check_keys(x)
+        check_keys(x)
         q_rope, k_rope = (x.q, x.k) if cfg.mean_weight else (None, None)
         return gate_scores(
             *self._inputs(x),
@@ -350,7 +350,7 @@ class Gate(GateArtifact):
         """Returns the pooled keys of all blocks, fp32 ``[B, Hkv, Tc, P]``."""
         if x.pooled_keys is not None:
             return x.pooled_keys
-        _check_keys(x)
+        check_keys(x)
         of_blocks = {"block_size": self.cfg.block_size, "start": x.kv_start}
         return pool_keys(self.cfg.pooled_keys, self._inputs(x)[1], x.k, **of_blocks)
 
@@ -418,6 +418,7 @@ class GateScores:
 scorer = GateScores
 
 
-def _check_keys(x: "LayerInputs") -> None:
+def check_keys(x: "LayerInputs") -> None:
+    """Raises ValueError if keys were cached before this pass, so that they are known after RoPE alone."""
     if x.num_keys != x.k_nope.shape[2]:
         raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")

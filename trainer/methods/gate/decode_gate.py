@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
-from msattn.trainer.methods.gate.attn_gate import AttnGate
+from msattn.trainer.methods.gate.attn_gate import AttnGate, check_keys
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
 from msattn.trainer.methods.thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
@@ -127,8 +127,7 @@ class DecodeGate(BlockRouter, GateArtifact):
         """
         pooled = x.pooled_keys
         if pooled is None:
-            if x.num_keys != x.k_nope.shape[2]:
-                raise ValueError(f"num_keys={x.num_keys}: gates need every key before RoPE, this pass has {x.k_nope.shape[2]}")
+            check_keys(x)
             pooled = pool_blocks(x.k_nope.detach(), self.cfg.k_pool, block_size=self.block_size, start=x.kv_start)
         with torch.autocast(pooled.device.type, enabled=False):
             return self._gate(x.layer).project_keys(pooled, self.inv_freq, self._positions(x, pooled.shape[2]))
