@@ -1,6 +1,6 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
 
 
-class Router(nn.Module):
+class Router(nn.Module, ABC):
     """Base class of routers, which score the buckets of keys for a query and choose those that it reads.
 
     Buckets are by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
@@ -34,9 +34,9 @@ class Router(nn.Module):
     kv_heads: int  # of the model
     artifact: Any = None  # that was loaded; None for a router that was created
 
-    @abstractmethod
     def shard(self, part: "HeadShard") -> "Router":
-        """Returns the router of a part of the heads, for tensor parallelism."""
+        """Returns the router of a part of the heads, for tensor parallelism; only a router that is served so needs it."""
+        raise NotImplementedError(f"{type(self).__name__}.shard: tensor parallelism needs this method")
 
     @abstractmethod
     def visit(

@@ -21,26 +21,27 @@ class BlockRouter(Router):
     """Chooses among the far blocks of a sequence, those with a key before the dense window.
 
     ``num_buckets`` is the largest number of probes. Blocks that are not far have the score ``NOT_FAR``, see :func:`only_far`.
+    A subclass with its own :meth:`visit` and :meth:`scores_at` needs no :meth:`summarize` and no :meth:`head_scores`.
     """
 
     block_size: int  # keys of a block; blocks are counted from the end of the left padding
     pools: Sequence[str] = ()  # poolings of a block's keys before RoPE that summarize needs, see pool_blocks
 
-    @abstractmethod
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns a summary of each block: ``[B, Hkv, count_blocks(M, block_size), S]``.
 
         ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A last block
         that is not full is one of its keys so far.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def head_scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns the block scores of each query head: ``[B, Hq, P]``.
 
         ``summaries [B or 1, Hkv, P, S]`` are those of the queries' sequences, ``q_nope`` and ``q [B, Hq, 1, D]`` queries before
         and after RoPE. Their ``positions`` int ``[B]`` are counted from the end of the left padding.
         """
+        raise NotImplementedError
 
     def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns :meth:`head_scores` summed over each query group: ``[B, Hkv, P]``."""

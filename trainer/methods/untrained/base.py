@@ -1,7 +1,7 @@
 """Bases of the methods that have no weights: block scores, routers, and routers of blocks."""
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 2**28  # of the scores of single queries that are in memory at onc
 
 
 @dataclass(frozen=True)
-class UntrainedScorer:
+class UntrainedScorer(ABC):
     """A :class:`~msattn.trainer.methods.base.Scorer` whose fields are those of ``select`` with their names."""
 
     method: ClassVar[Method]
