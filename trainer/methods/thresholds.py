@@ -54,15 +54,16 @@ LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 1000  # each 0.03 wide in log2
 BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
 SHORT_ROWS = 16  # visible blocks
-EDGE = 1.1  # rows enter the fit from this multiple of ``above``
-PRIOR, STRENGTH = (0.0, -1.0, -0.5), (0.0, 0.03, 0.03)  # of a fit: the exponents where rows of few lengths say little
+SHORTEST_FITTED = 1.1  # rows enter the fit from this multiple of ``above``
+PRIOR_FIT = (0.0, -1.0, -0.5)  # log2 of the scale, and the exponents, that the fit tends to where rows have few lengths
+PRIOR_WEIGHTS = (0.0, 0.03, 0.03)
 
 KEY_CALIBRATION_CHUNKS = 4
 QUERIES = 256  # of each chunk and layer
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 LOWEST_DENSITY, DENSITY_BINS, BINS_OF_OCTAVE = -15, 4000, 100  # histogram of log2 density, from 2^-15 to 2^25
 PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
-MOST_PROBES = 4  # times the number of buckets that hold the share, if all are equally large
+PROBE_LIMIT_FACTOR = 4  # times the number of buckets that hold the share, if all are equally large
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -242,7 +243,7 @@ def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[
     found: list[list[float] | None] = []
     for sparsity, y, enough in zip(SPARSITIES, logs, needed > read[..., 0], strict=True):
         above = shortest_row(sparsity, always)
-        used = enough & (counts.rows > 0) & (visible >= EDGE * above)
+        used = enough & (counts.rows > 0) & (visible >= SHORTEST_FITTED * above)
         found.append(_regression(visible[used], y[used], counts.rows[used], above) if used.any() else None)
     return found
 
@@ -255,10 +256,10 @@ def shortest_row(sparsity: float, always: AlwaysRead) -> float:
 def _regression(visible: Tensor, logs: Tensor, rows: Tensor, above: float) -> list[float]:
     """Returns the fields of the :class:`RowThreshold` that fits log2 thresholds of bands best, weighted by their ``rows``."""
     terms = torch.stack([torch.ones_like(visible), visible.log2(), (1 - above / visible).log2()], dim=1)
-    prior, strength = (torch.tensor(each, dtype=terms.dtype) for each in (PRIOR, STRENGTH))
+    prior, weights = (torch.tensor(each, dtype=terms.dtype) for each in (PRIOR_FIT, PRIOR_WEIGHTS))
     weighted = terms * (rows / rows.sum())[:, None]
     log_scale, *exponents = torch.linalg.solve(
-        terms.T @ weighted + strength.diag(), weighted.T @ logs + strength * prior
+        terms.T @ weighted + weights.diag(), weighted.T @ logs + weights * prior
     ).tolist()
     return [float(f"{2**log_scale:.5g}"), *(round(each, 4) for each in exponents)]
 
@@ -385,8 +386,8 @@ def key_share(router: Any, share: float) -> KeyShare:
 
 def most_probes(share: float, num_buckets: int) -> int:
     """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
-    expected = MOST_PROBES * share * num_buckets
-    return min(num_buckets, PROBES_AT_ONCE * math.ceil(expected / PROBES_AT_ONCE))
+    most = PROBE_LIMIT_FACTOR * share * num_buckets
+    return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))
 
 
 def _visit(

@@ -17,8 +17,8 @@ class Way(StrEnum):
     """Ways to compute attention; the dense ones but the first are counted under their values."""
 
     DENSE = "dense"
-    CHOICE = "dense_by_choice"
-    FALLBACK = "dense_fallbacks"
+    DENSE_BY_CHOICE = "dense_by_choice"
+    DENSE_FALLBACK = "dense_fallbacks"
     BLOCKS = "blocks"
     BUCKETS = "buckets"
 
@@ -43,8 +43,8 @@ class Dispatch:
         if self.selection is None:
             return Way.DENSE
         if keys < self.dense_below or (ends and queries <= self.selection.always.dense_queries):
-            return Way.CHOICE
-        return Way.BLOCKS if known or self.selection.gate is None else Way.FALLBACK
+            return Way.DENSE_BY_CHOICE
+        return Way.BLOCKS if known or self.selection.gate is None else Way.DENSE_FALLBACK
 
     def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Way:
         """Returns the way of new tokens of a ``batch`` of sequences, the longest of which has so many ``keys``.
@@ -54,8 +54,8 @@ class Dispatch:
         if self.routed is None or layer not in self.routed.layers:
             return Way.DENSE
         if keys is not None and keys < self.routed_from(batch):
-            return Way.CHOICE
-        return Way.BUCKETS if known else Way.FALLBACK
+            return Way.DENSE_BY_CHOICE
+        return Way.BUCKETS if known else Way.DENSE_FALLBACK
 
     def routed_from(self, batch: int) -> int:
         """Returns the number of keys from which new tokens read buckets."""

@@ -29,11 +29,11 @@ from msattn.trainer.serving.statistics import Statistics
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-NEEDED = (5, 23)  # version of transformers; earlier ones page their cache in another way
+TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
 PAGE_SIZE = 256
-MEMORY = 0.8  # share of the free memory that the cache gets by default: buckets and pooled keys lie beside it
-BLOCK = 64  # of a pass without a mask
-LONGEST = torch.iinfo(torch.int32).max
+CACHE_SHARE_OF_MEMORY = 0.8  # of the free memory, by default: buckets and pooled keys lie beside the cache
+DENSE_BLOCK_SIZE = 64  # of passes without a block mask
+INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def batching_config(**options: Any) -> "ContinuousBatchingConfig":
@@ -43,14 +43,14 @@ def batching_config(**options: Any) -> "ContinuousBatchingConfig":
 
     own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
     if torch.cuda.is_available():
-        own |= {"max_memory_percent": MEMORY, "use_cuda_graph": (False, True)}
+        own |= {"max_memory_percent": CACHE_SHARE_OF_MEMORY, "use_cuda_graph": (False, True)}
     return ContinuousBatchingConfig(**{**own, **options})
 
 
 def check_version(caller: str) -> None:
     """Raises UserError, which names the ``caller``, if transformers is too old."""
-    installed, needed = transformers.__version__, ".".join(map(str, NEEDED))
-    if tuple(map(int, installed.split(".")[:2])) < NEEDED:
+    installed, needed = transformers.__version__, ".".join(map(str, TRANSFORMERS_NEEDED))
+    if tuple(map(int, installed.split(".")[:2])) < TRANSFORMERS_NEEDED:
         raise UserError(
             f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip install -U 'transformers>={needed}'"
         )
@@ -203,7 +203,7 @@ class PagedAttention:
 
     def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
-        size, mask = BLOCK, None
+        size, mask = DENSE_BLOCK_SIZE, None
         most = max(item.queries for item in prompts.items)
         if prompts.sparse:
             assert self.selection is not None
@@ -254,8 +254,8 @@ class PagedAttention:
         least = self.ways.routed_from(len(rows.kv_len))
         if least <= 1:
             return self.routed.recent
-        recent = torch.full_like(rows.kv_len, min(self.routed.recent, LONGEST))
-        return torch.where(rows.kv_len < min(least, LONGEST), rows.kv_len, recent)
+        recent = torch.full_like(rows.kv_len, min(self.routed.recent, INT32_MAX))
+        return torch.where(rows.kv_len < min(least, INT32_MAX), rows.kv_len, recent)
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:

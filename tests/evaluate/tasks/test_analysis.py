@@ -79,7 +79,7 @@ def test_deviation_and_imbalance_by_hand() -> None:
 
 def test_deviation_finds_drift_with_the_position() -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = bucket_sizes.BucketSizes(seed=0)
+    sizes = bucket_sizes.SampledBuckets(seed=0)
     for name in map(Method, ("steady", "drifting")):
         heldout = torch.randint(BUCKETS, (4, HEADS, 400), generator=generator)
         if name.name == "drifting":

@@ -65,7 +65,7 @@ def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str,
 
 
 @dataclass
-class BucketSizes:
+class SampledBuckets:
     """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by partition and layer."""
 
     seed: int

@@ -16,7 +16,7 @@ from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import ERROR, NAME, Task
 from msattn.trainer.evaluate.tasks.analysis import partitions
-from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import BucketSizes
+from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import SampledBuckets
 from msattn.trainer.evaluate.tasks.analysis.planes import Planes
 from msattn.trainer.evaluate.tasks.analysis.queries import query_batches, query_positions
 from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selectivity
@@ -93,9 +93,9 @@ def compared_sizes(routings: list[BucketRoutingMethod], layer: int) -> list[Buck
 
 def training_sizes(
     routings: list[BucketRoutingMethod], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
-) -> BucketSizes:
+) -> SampledBuckets:
     """Assigns the training keys of each layer to the buckets of :func:`compared_sizes`."""
-    sizes = BucketSizes(seed)
+    sizes = SampledBuckets(seed)
     for layer in layers:
         for routing in compared_sizes(routings, layer):
             router = routing.router

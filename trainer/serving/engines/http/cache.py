@@ -9,7 +9,7 @@ from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
-from msattn.trainer.serving.paged import MEMORY
+from msattn.trainer.serving.paged import CACHE_SHARE_OF_MEMORY
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -59,7 +59,7 @@ def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Spa
         max_batch_tokens=cfg.batch_tokens or BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"]),
         max_requests_per_batch=cfg.max_running,
         max_blocks_per_request=pages_of(longest, cfg),
-        max_memory_percent=MEMORY if model.device.type == "cuda" else None,
+        max_memory_percent=CACHE_SHARE_OF_MEMORY if model.device.type == "cuda" else None,
         use_async_batching=False,
     )
 
