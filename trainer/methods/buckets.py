@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from msattn.trainer.models.parallel import HeadShard
     from msattn.trainer.models.tap import LayerInputs
 
+MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
+
 Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
 
 

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS
 from msattn.trainer.serving.routed import RoutedDecoding
 
 

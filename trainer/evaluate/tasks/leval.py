@@ -41,10 +41,10 @@ from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Qual
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, Question, answer, cases, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
-from msattn.trainer.serving.cache.layers import MAX_ROUTED_TOKENS
 
 if TYPE_CHECKING:
     from msattn.trainer.models.loading import Loaded

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, Router
 from msattn.trainer.methods.key_blocks import BlockRouter, block_of_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
@@ -25,7 +25,6 @@ from msattn.trainer.serving.cache.pooled_keys import PooledKeys
 
 REBUILD_EVERY = 64
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
-MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 
 
 class GrowingLayer(DynamicLayer):
