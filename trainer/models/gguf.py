@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 INSTALL = "pip install 'msattn[gguf]'"
-NEEDED = (5, 23)  # version of transformers; earlier ones build other tokenizers
+TRANSFORMERS_NEEDED = (5, 23)  # earlier versions build other tokenizers
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 STATED = (  # a default of transformers would be another model's
     *("max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
@@ -137,8 +137,8 @@ def _check_packages(where: str) -> None:
         import gguf  # noqa: F401
     except ImportError as error:
         raise UserError(f"{where}: the package gguf, which reads GGUF files, is not installed; {INSTALL}") from error
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < NEEDED:
-        needed = ".".join(map(str, NEEDED))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_NEEDED:
+        needed = ".".join(map(str, TRANSFORMERS_NEEDED))
         raise UserError(f"{where}: needs transformers {needed} or newer, {transformers.__version__} is installed; {INSTALL}")
 
 
