@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
 from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
+from msattn.trainer.models.stand_ins import NotCopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,18 +61,6 @@ class _Pass(threading.local):
 
     def clear(self) -> None:
         self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = self.pages = None
-
-
-def refuse_copy() -> NoReturn:
-    """Raises UserError for a copy of an attached model."""
-    raise UserError("model: it is attached, so it cannot be copied or pickled; leave the context (or call disable) first")
-
-
-class NotCopied:
-    """Base of the objects whose methods are hooks: copying or pickling an attached model raises UserError."""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        refuse_copy()
 
 
 class _LayerTap(NotCopied):

@@ -1,6 +1,6 @@
 """Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the roundings of transformers.
 
-They stand in for ``module.forward``, as :func:`replaced` installs them, so that hooks on the modules still run.
+They stand in for ``module.forward``, installed by ``replaced``, so that hooks on the modules still run.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,21 +14,7 @@ from torch.distributed.tensor import DTensor
 from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm
 from msattn.trainer.models.families import family_of
-from msattn.trainer.models.tap import NotCopied, refuse_copy
-
-
-@contextmanager
-def replaced(module: nn.Module, method: Callable[..., Any], *, name: str = "forward") -> Iterator[None]:
-    """Replaces the method ``name`` of one module inside the context; a copy, which would keep it, raises UserError."""
-    new, attributes = {name: method, "__getstate__": refuse_copy}, vars(module)
-    before = {key: attributes[key] for key in new if key in attributes}
-    attributes.update(new)
-    try:
-        yield
-    finally:
-        for key in new:
-            del attributes[key]
-        attributes.update(before)
+from msattn.trainer.models.stand_ins import NotCopied, replaced
 
 
 @contextmanager

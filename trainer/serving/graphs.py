@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msattn.trainer.models.tap import NotCopied
+from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.buffer import Buffer
 
 UNKNOWN = -1

@@ -15,10 +15,10 @@ from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.families import check_length, num_layers, served_layers
-from msattn.trainer.models.tap import PAGES, NotCopied, is_tapped
+from msattn.trainer.models.stand_ins import NotCopied, replaced
+from msattn.trainer.models.tap import PAGES, is_tapped
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer
-from msattn.trainer.serving.fused import replaced
 from msattn.trainer.serving.inputs import check_held, check_inputs, check_memory
 from msattn.trainer.serving.sparse import Sparse
 

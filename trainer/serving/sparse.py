@@ -10,7 +10,8 @@ from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import attention_recall, block_map, decoded_attention, dense_attention
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.tap import LayerInputs, NotCopied
+from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.cache.passes import PagedPass
 from msattn.trainer.serving.dispatch import Dispatch, Way

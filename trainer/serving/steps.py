@@ -24,9 +24,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
-from msattn.trainer.models.tap import TAP, LayerInputs, NotCopied, left_padding
+from msattn.trainer.models.stand_ins import NotCopied, replaced
+from msattn.trainer.models.tap import TAP, LayerInputs, left_padding
 from msattn.trainer.serving.cache.layers import GrowingLayer
-from msattn.trainer.serving.fused import fused, replaced
+from msattn.trainer.serving.fused import fused
 from msattn.trainer.serving.graphs import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
 from msattn.trainer.serving.sparse import Sparse
 
