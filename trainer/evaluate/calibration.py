@@ -38,7 +38,7 @@ from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.storage.hashes import file_hash
 
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
@@ -228,9 +228,7 @@ def measure_curves(loaded: Loaded, routings: list[BucketRoutingMethod], chunks: 
                 curves.append(share_curve(x, routing))
         return dense_attention(x)
 
-    with tap(loaded.model, measured_dense_attention):
-        for chunk in chunks:
-            run_backbone(loaded.model, chunk["input_ids"][None].to(loaded.model.device))
+    run_tapped(loaded.model, measured_dense_attention, chunks)
     every_layer_dense = torch.ones(1, dtype=torch.float64)
     return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
 

@@ -22,7 +22,7 @@ Gates and classifiers store their thresholds; ``msattn eval`` measures those of 
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
@@ -42,7 +42,7 @@ from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
@@ -177,15 +177,17 @@ def calibrate_blocks(
     found: dict[tuple[str, int], _Histograms] = {}
     served = always._replace(short_rows=SHORT_ROWS)
 
-    def add(x: LayerInputs) -> None:
+    def dense_attention_with_scores(x: LayerInputs) -> Tensor:
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
             scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
             added = block_histograms(scores, candidates.rows(slice(-1)), allocations[name].floor)
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
+        return dense_attention(x)
 
-    _visit(teacher, chunks, add, f"calibrating the thresholds of {', '.join(scorers)}")
+    with activity(f"calibrating the thresholds of {', '.join(scorers)}"):
+        run_tapped(teacher, dense_attention_with_scores, chunks)
     found = cast(dict, reduce_over_ranks(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
     tables = {}
@@ -319,11 +321,13 @@ def calibrate_keys(
     layers = set(router.layers) - set(dense_layers) or set(router.layers)
     counts = torch.zeros(DENSITY_BINS, dtype=torch.float64, device=teacher.device)
 
-    def add(x: LayerInputs) -> None:
+    def dense_attention_with_counts(x: LayerInputs) -> Tensor:
         if x.layer in layers:
             counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
+        return dense_attention(x)
 
-    _visit(teacher, chunks, add, "calibrating the thresholds of bucket densities")
+    with activity("calibrating the thresholds of bucket densities"):
+        run_tapped(teacher, dense_attention_with_counts, chunks)
     counts = cast(Tensor, reduce_over_ranks(counts, "sum"))  # over ranks: integers, so the order does not change the sum
     if not counts.any():
         raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")
@@ -388,17 +392,3 @@ def most_probes(share: float, num_buckets: int) -> int:
     """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
     most = PROBE_LIMIT_FACTOR * share * num_buckets
     return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))
-
-
-def _visit(
-    teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], add: Callable[[LayerInputs], None], what: str
-) -> None:
-    """Runs a dense pass over each of ``chunks``, and ``add`` in each layer."""
-
-    def dense_attention_after(x: LayerInputs) -> Tensor:
-        add(x)
-        return dense_attention(x)
-
-    with tap(teacher, dense_attention_after), activity(what):
-        for chunk in chunks:
-            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))

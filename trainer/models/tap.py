@@ -9,7 +9,7 @@ had before. Leaving the context removes all hooks and restores the configuration
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -321,3 +321,10 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
     Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given. Gradients are recorded.
     """
     return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+
+
+def run_tapped(model: "PreTrainedModel", attend: Attend, chunks: Iterable[Mapping[str, Tensor]]) -> None:
+    """Runs the decoder with ``attend`` over each of ``chunks``, items ``{"input_ids": int64 [N]}``."""
+    with tap(model, attend):
+        for chunk in chunks:
+            run_backbone(model, chunk["input_ids"][None].to(model.device))

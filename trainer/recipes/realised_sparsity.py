@@ -20,7 +20,7 @@ from msattn.trainer.config.select import Calibrated
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.recipes import argument_parser
 
 LONG = 16  # visible blocks that a counted row exceeds
@@ -54,9 +54,7 @@ def main() -> None:
                 shares[name, sparsity][x.layer].append((1 - mask.sum(-1) / visible).mean((0, 1))[LONG:])
             return dense_attention(x)
 
-        with tap(loaded.model, counted):
-            for i in range(len(chunks)):
-                run_backbone(loaded.model, chunks[i]["input_ids"][None].to(loaded.model.device))
+        run_tapped(loaded.model, counted, (chunks[i] for i in range(len(chunks))))
         for (name, sparsity), by_layer in shares.items():
             rows = torch.stack([torch.stack(found).mean(0) for found in by_layer.values()])  # [layers, rows]
             layers, last = rows[:, :-1].mean(1), rows[:, -1].mean()

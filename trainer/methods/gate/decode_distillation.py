@@ -14,7 +14,7 @@ from msattn.trainer.methods.gate.distillation import GateDistiller, LayerLoss, R
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,7 +79,5 @@ def decode_gate_recall(
         )
         return dense_attention(x)
 
-    with tap(teacher, dense_attention_with_recall):
-        for chunk in chunks:
-            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    run_tapped(teacher, dense_attention_with_recall, chunks)
     return recalls.means()

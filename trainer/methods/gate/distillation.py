@@ -24,7 +24,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.layer_attention import attention_recall, block_map
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_backbone, run_tapped, tap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,7 +198,5 @@ def gate_recall(
         recalls.add_each(scores, candidates, x.layer, recall, maps)
         return dense.out
 
-    with tap(teacher, dense_attention_with_recall):
-        for chunk in chunks:
-            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    run_tapped(teacher, dense_attention_with_recall, chunks)
     return recalls.means()

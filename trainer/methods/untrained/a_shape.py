@@ -13,7 +13,7 @@ from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
 from msattn.trainer.models.layer_attention import block_map
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]
         counts[x.layer].index_add_(1, place, torch.ones_like(seen))
         return dense.out
 
-    with tap(teacher, dense_attention_with_sums), activity("measuring the spans of heads"):
-        for chunk in chunks:
-            run_backbone(teacher, chunk["input_ids"][None].to(teacher.device))
+    with activity("measuring the spans of heads"):
+        run_tapped(teacher, dense_attention_with_sums, chunks)
     return AShape(block_size, falling(sums / counts.clamp(min=1)))
 
 
