@@ -1,21 +1,25 @@
 """Calibrated thresholds: a given share of the blocks or keys on average, more where it pays and less elsewhere.
 
-Blocks of prompts. Top-k reads the same share in each row of each head. Here top-k reads only a part of that share (its floor),
-and a threshold adds the blocks with a high score: many where attention is flat, few where it is sharp. Gates have one threshold
-for all layers, so that the share is a mean over layers, too; other scores may differ in scale from layer to layer, and have one
-for each (:class:`Allocation`). The threshold that keeps the share depends on the number of visible blocks ``v`` of a row in two
-ways: the scores of a row sum to 1, and the blocks that are always read are a larger part of a shorter row's share, in some all
-of it (``v <= above``). It is
+Blocks of prompts. Top-k reads the same share of each row in each head. A calibrated policy reads only a part of that share by
+top-k, its floor. A threshold adds the blocks with a high score: many where attention is flat, few where it is sharp. A gate has
+one threshold for all layers, so that the share is a mean over layers, too. Other scores may differ in scale from layer to
+layer, and have a threshold for each (:class:`Allocation`).
+
+The threshold of a row depends on the number ``v`` of its visible blocks, for two reasons. The scores of a row sum to 1, so
+those of a longer row are smaller. And the blocks that are always read are a larger part of a shorter row's share: in rows with
+``v <= above`` they are all of it. The threshold is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
-fitted on text for a grid of sparsities, and holds for shorter and for longer prompts. Rows of up to ``SHORT_ROWS`` blocks are
-read whole: a share of few blocks costs them more quality than all other rows, and reading all of it costs 1 % of the blocks of
-8192 tokens, less of longer prompts. The selection of a row does not depend on later rows.
+fitted on text for a grid of sparsities. It holds for shorter and for longer prompts. It does not depend on later rows, and so
+neither does the selection of a row.
 
-Keys of new tokens. A query reads the buckets with the highest density, the predicted attention of a key as a multiple of the
-mean key's. One threshold for all layers and heads, for a grid of shares, decides how dense a bucket must be. The dense window
-comes on top of the share.
+Rows of up to ``SHORT_ROWS`` blocks are read whole. A share of few blocks costs them more quality than all other rows. Reading
+them whole costs 1 % of the blocks of 8192 tokens, less of longer prompts.
+
+Keys of new tokens. The density of a bucket is the predicted attention of its keys, as a multiple of the mean key's. A query
+reads the buckets with the highest density. A threshold decides how dense a bucket must be: one for all layers and heads, for
+each of a grid of shares. The dense window comes on top of the share.
 
 Gates and classifiers store their thresholds; ``msattn eval`` measures those of the baselines in the same way.
 """

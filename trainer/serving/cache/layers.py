@@ -275,7 +275,7 @@ class BucketLayer(GrowingLayer):
 class BlockLayer(BucketLayer):
     """A :class:`BucketLayer` whose buckets are blocks, with a summary of each block.
 
-    The summaries are computed with the index, of the keys that are in it; newer keys belong to the dense window.
+    Each time the index is built, the summaries of all its blocks are computed again. Newer keys belong to the dense window.
     """
 
     def __init__(self, router: BlockRouter, rebuild_every: int = REBUILD_EVERY) -> None:
@@ -339,11 +339,13 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
 class ClusterLayer(BlockLayer):
     """A :class:`BlockLayer` whose buckets are clusters of keys, with the mean key of each.
 
-    Keys are clustered when the index needs them, and stay in their clusters. Cropping leaves the means as they are.
+    Clusters are made of keys after RoPE, which the cache holds. So a key gets its cluster when the index is built, with or
+    without a ``rotation``. It stays in this cluster. A mean is computed once, with its cluster: a new index adds the means of
+    new clusters, and cropping leaves the means as they are.
     """
 
     def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
-        """Clusters the keys that are in no cluster, and builds the index, when :meth:`BucketLayer.assign` does the second."""
+        """Clusters new keys and builds the index, in the passes in which :meth:`BucketLayer.assign` builds it."""
         if self._is_due(x.k_nope.shape[2]):
             super().assign(router, x, rotation)
 
@@ -355,7 +357,7 @@ class ClusterLayer(BlockLayer):
         return clusters
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
-        """Builds the index of all keys."""
+        """Builds the index of all keys; their means are known since they were clustered."""
         self.num_buckets = self._summaries.capacity
         self._store_index(self.bucket_buffer.filled)
 

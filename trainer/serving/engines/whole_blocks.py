@@ -7,10 +7,13 @@ from typing import Any
 class WholeBlocks:
     """Cuts the prompts that a scheduler of transformers' continuous batching divides between passes at whole blocks.
 
-    Cut elsewhere, a prompt would have other row blocks. Its last tokens, which a selection may look at one by one, stay in one
-    chunk as far as a pass has room for them, and the cache never serves them; a single one would be decoded. A prompt that gets
-    less than a block waits for a later pass, and so do those behind it, which would take its place again and again. The
-    scheduler's methods that know the tokens left in a pass, and its cache's search, are replaced.
+    - A prompt that is cut elsewhere would have other row blocks.
+    - A selection may look at the last tokens of a prompt one by one. They stay in one chunk as far as a pass has room for them.
+    - Prefix sharing never takes these last tokens from the cache. If a single token were left, it would be decoded.
+    - A prompt for which a pass has less than a block waits for a later pass. The prompts behind it wait, too: otherwise they
+      would take its place again and again.
+
+    The scheduler's methods that know the tokens left in a pass are replaced, and so is the search of its cache.
     """
 
     def __init__(self, scheduler: Any, block: int, last: int) -> None:
