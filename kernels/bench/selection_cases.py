@@ -7,7 +7,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
-from msattn.kernels.bench.cases import BenchCase, Options, forms_of
+from msattn.kernels.bench.cases import BenchCase, Forms, Function, Options, forms_of
 from msattn.kernels.bench.rows import BLOCK, Shape, Work
 
 
@@ -26,17 +26,19 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
         "q_pool": ["avg"],
         "k_pool": ["max", "min"],
         "block_size": BLOCK,
-        "q_rope": q,  # of equal size
-        "k_rope": k,
         "mean_weight": 0.5 * size**-0.5,
     }
     scored = shape.batch * heads * blocks
     moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
     work = Work(2 * size * scored * (3 * size + blocks), moved)
-    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
-    forms = forms_of(op, "gate_scores", **gate)
+    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight, q, k)]  # the last two stand for rotated ones
+    forms = Forms(*(_with_rotated(form) for form in forms_of(op, "gate_scores", **gate)))
     compared = [peers.eager(forms.eager, layers, work, 3 * scored * blocks, setting="gate")]
     yield BenchCase(*forms, layers, work, compared, "gate")
+
+
+def _with_rotated(form: Function) -> Function:
+    return lambda *tensors: form(*tensors[:-2], q_rope=tensors[-2], k_rope=tensors[-1])
 
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
