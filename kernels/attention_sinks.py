@@ -19,11 +19,23 @@ from msattn.kernels.types import SparseAttention
 def apply_sinks(state: SparseAttention, sinks: Tensor) -> SparseAttention:
     """Adds attention sinks to the softmax of a result, in plain PyTorch.
 
-    ``state`` is the whole result of any operation, after merging: ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``. ``sinks [Hq]`` are
-    finite logits of any floating-point dtype, neither scaled nor capped. The result has the same shapes and dtypes, and is
-    differentiable in ``out``, ``lse`` and ``sinks``. A row without visible keys, whose LSE is -inf, has ``out = 0`` and the
-    sink as its ``lse``. Raises ValueError unless there is a floating-point logit for each query head, on the device of the
-    result.
+    Parameters
+    ----------
+    state : SparseAttention
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` of any operation: the whole result, after merging.
+    sinks : Tensor ``[Hq]``
+        Finite logits of any floating-point dtype, one for each query head. They are neither scaled nor capped.
+
+    Returns
+    -------
+    SparseAttention
+        Of the same shapes and dtypes. A row without visible keys, whose LSE is -inf, has ``out = 0`` and the sink as its
+        ``lse``. Differentiable in ``out``, ``lse`` and ``sinks``.
+
+    Raises
+    ------
+    ValueError
+        If ``sinks`` is not a floating-point vector with a logit for each query head, on the device of the result.
     """
     out, lse = state
     check_sinks(sinks, lse.shape[1], lse)

@@ -69,7 +69,8 @@ def gate_scores(
     q_rope, k_rope : Tensor, like ``q`` and ``k``, optional
         Queries and keys after the model's RoPE, both or neither.
     mean_weight : float
-        Weight of the products of their block means in the logits; the queries' mean is also over the heads of a gate head.
+        Weight of the products of their block means in the logits, without them 0; the queries' mean is also over the heads of a
+        gate head.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -87,7 +88,9 @@ def gate_scores(
         In the backward pass: a gate is trained through its logits.
     """
     backend = resolve_backend(backend, q)
-    check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope)
+    check_gate_scores(
+        q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope, mean_weight
+    )
     pools, means = (",".join(q_pool), ",".join(k_pool)), (q_rope, k_rope, mean_weight)
     return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, *means, backend)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib
 import tables
+from cells import rows as rows_of
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -48,7 +49,7 @@ def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[
 
 def draw_prefill(axes: Axes, theme: Theme) -> None:
     """Seconds to the first token against prompt length, dense and at three sparsities."""
-    rows = [row for row in tables.rows("speed") if not row["situation"]]  # whole prompts
+    rows = [row for row in rows_of("speed") if not row["situation"]]  # whole prompts
     for kernel, style in (("flash", "--"), ("cuDNN", ":")):
         by_length(axes, rows, f"dense, {kernel}", theme.peer, style, method=f"dense, {kernel}")
     for sparsity, width, shift in (("0.8", 1.2, 3), ("0.9", 1.7, 1), ("0.95", 2.2, -5)):
@@ -62,7 +63,7 @@ def draw_prefill(axes: Axes, theme: Theme) -> None:
 
 def draw_decode(axes: Axes, theme: Theme) -> None:
     """Tokens per second of ``generate`` against cache length, dense and routed; of SDPA's kernels, a step as a CUDA graph."""
-    rows = [row for row in tables.rows("decode") if row["batch"] == "1"]
+    rows = [row for row in rows_of("decode") if row["batch"] == "1"]
     for kernel, style, shift in (("flash", "--", -7), ("cuDNN", ":", 0)):
         by_length(axes, rows, f"dense, {kernel}, as a graph", theme.peer, style, shift=shift, method=f"dense, {kernel}")
     by_length(axes, rows, "msattn, dense", theme.ours, width=1.2, shift=8, method="dense, same cache and graphs")
@@ -75,7 +76,7 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
 
 def draw_quality(axes: Axes, theme: Theme) -> None:
     """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
-    rows = [row for row in tables.rows("teacher") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
+    rows = [row for row in rows_of("teacher") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
     rows = [row for row in rows if row["seed"] in ("", "0")]
     lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True)]
     lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
@@ -91,7 +92,7 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
 
 def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of blocks read: gates of three seeds and training-free selections."""
-    rows = [row for row in tables.rows("ruler") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
+    rows = [row for row in rows_of("ruler") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
     for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True):
         draw_line(axes, series(rows, "selectivity", "score", method=method, select="topk"), color, name)
     draw_line(axes, series(rows, "selectivity", "score", method="oracle", select="topk"), theme.peer, "true block map", ":")
@@ -104,7 +105,7 @@ def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
 def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
     """RULER's average at 16,384 tokens against the share of the keys that new tokens read: classifiers and other routers."""
     names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys", "k-means": "k-means, seed 0"}
-    rows = [row for row in tables.rows("ruler") if row["length"] == "16384" and row["select"] == ""]
+    rows = [row for row in rows_of("ruler") if row["length"] == "16384" and row["select"] == ""]
     for (method, name), color in zip(names.items(), theme.baselines, strict=True):
         of_one_seed = [row for row in rows if row["seed"] in ("", "0")]
         draw_line(axes, series(of_one_seed, "selectivity", "score", method=method), color, name)

@@ -6,65 +6,14 @@ and ``<!-- end -->``. Each cell is a number of one row of a file, or its mean ov
     python docs/figures/tables.py
 """
 
-import csv
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
-from statistics import fmean
 
-FOLDER = Path(__file__).parent
+from cells import FOLDER, Cell, Table, Where, rows
+
 DOCUMENTS = [FOLDER.parents[1] / "README.md", *sorted(FOLDER.parent.rglob("*.md"))]
 MARKED = re.compile(r"<!-- (table|number): (\S+) -->.*?<!-- end -->", flags=re.DOTALL)
-Where = Mapping[str, str]
-
-
-@cache
-def rows(file: str) -> list[dict[str, str]]:
-    """Returns the rows of a CSV file."""
-    with (FOLDER / f"{file}.csv").open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
-
-
-class Cell:
-    """A column of a table, or a number: the row of a file with ``where``, written as ``form``.
-
-    A form ends in ``%`` for shares, which are written in percent. Three names of ``numbers`` are a number and its interval.
-    """
-
-    def __init__(self, head: str, form: str, *numbers: str, **where: str) -> None:
-        self.head, self.form, self.numbers, self.where = head, form, numbers, where
-
-    def write(self, file: str, where: Where) -> str:
-        """Returns the cell, empty without a row. Raises LookupError if rows differ in more than their seed."""
-        where = {**where, **self.where}
-        found = [row for row in rows(file) if all(row[key] == value for key, value in where.items())]
-        if len({row.get("seed") for row in found}) != len(found):
-            raise LookupError(f"{file}.csv has several rows with {where}")
-        if not found:
-            return ""
-        shown = [format(fmean(float(row[name]) for row in found), self.form).rstrip("%") for name in self.numbers]
-        return f"{shown[0]} ({shown[1]} to {shown[2]})" if len(shown) == 3 else shown[0]
-
-
-class Table:
-    """A table of the rows of a file with ``where``: its lines by their first cells (divided by ``|``), and its columns."""
-
-    def __init__(self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str) -> None:
-        self.file, self.first, self.lines, self.columns, self.where = file, first, lines, columns, where
-
-    def write(self) -> Iterator[str]:
-        """Yields lines of Markdown. Raises LookupError for a line without numbers."""
-        heads = [*self.first.split("|"), *(column.head for column in self.columns)]
-        yield from ("", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}")
-        for name, line in self.lines.items():
-            cells = [column.write(self.file, {**self.where, **line}) for column in self.columns]
-            if not any(cells):
-                raise LookupError(f"{self.file}.csv has no row with {self.where} and {line}")
-            yield f"| {' | '.join([*name.split('|'), *cells])} |"
-        yield ""
-
 
 SPARSITIES = ("0.5", "0.8", "0.9", "0.95")
 SEEDS = ("0", "1", "2")
@@ -136,19 +85,21 @@ TURNS = (8192, 24576, 57344, 122880)
 SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 AT_80_AND_90 = {"80 %": "sparsity 0.8", "90 %": "sparsity 0.9"}
-ALL_COMPARED = {
-    "gate": {"method": "gate"},
-    "gate and question": {"method": "gate_question"},
-    "mean pooling": {"method": "mean_pool"},
-    "vertical-slash": {"method": "vertical_slash"},
-    "MInference": {"method": "minference"},
-    "FlexPrefill": {"method": "flexprefill"},
-    "XAttention": {"method": "xattention"},
-    "FlashPrefill": {"method": "flashprefill"},
-    "Quest bounds": {"method": "quest"},
-    "true block map": {"method": "oracle"},
+COMPARED_TITLES = {
+    "gate": "gate",
+    "gate_question": "gate and question",
+    "mean_pool": "mean pooling",
+    "vertical_slash": "vertical-slash",
+    "minference": "MInference",
+    "flexprefill": "FlexPrefill",
+    "xattention": "XAttention",
+    "flashprefill": "FlashPrefill",
+    "quest": "Quest bounds",
+    "oracle": "true block map",
 }
-COMPARED_METHODS = {title: line for title, line in ALL_COMPARED.items() if title not in ("FlexPrefill", "FlashPrefill")}
+IN_SHORT = {
+    title: {"method": method} for method, title in COMPARED_TITLES.items() if method not in ("flexprefill", "flashprefill")
+}
 TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
 COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
@@ -163,7 +114,10 @@ def comparison(model: str, task: str) -> Table:
     """Returns the table of a task of a comparison: lines by method, policy and sparsity, columns by length."""
     found = [row for row in COMPARED if (row["model"], row["task"]) == (model, task)]
     keys = ("method", "select", "setting")
-    lines = {"|".join(row[key] for key in keys): {key: row[key] for key in keys} for row in found}
+    lines = {}
+    for row in found:
+        line = {key: row[key] for key in keys}
+        lines["|".join([COMPARED_TITLES.get(row["method"], row["method"]), row["select"], row["setting"]])] = line
     lengths = tuple(dict.fromkeys(row["length"] for row in found))
     title, form, numbers = COMPARED_BY[task]
     columns = []
@@ -230,7 +184,7 @@ TABLES = {
     "smollm2-perplexity": Table(
         "comparison",
         "blocks chosen by",
-        COMPARED_METHODS,
+        IN_SHORT,
         [
             *by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
             Cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
@@ -255,7 +209,7 @@ TABLES = {
     "smollm2-blocks": Table(
         "comparison",
         "blocks chosen by",
-        COMPARED_METHODS,
+        IN_SHORT,
         [
             *(
                 Cell(f"{int(x):,} tokens, {share} (%)", ".1%", "score", length=x, setting=setting)

@@ -1,5 +1,6 @@
 """Argument checks of operations on blocks of tokens; see :mod:`.checks`."""
 
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -79,6 +80,7 @@ def check_gate_scores(
     kv_start: Tensor | None,
     q_rope: Tensor | None,
     k_rope: Tensor | None,
+    mean_weight: float,
 ) -> None:
     """Checks the arguments of ``gate_scores``; gate heads must share heads evenly."""
     check_qkv(q, k, k)
@@ -103,6 +105,8 @@ def check_gate_scores(
             raise ValueError(f"{name} is {found}: expected {like.dtype} {tuple(like.shape)}, or None for q_rope and k_rope")
         if x is not None:
             check_device(name, x, "q", q)
+    if not math.isfinite(mean_weight) or (mean_weight and q_rope is None):
+        raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope and k_rope unless it is 0")
 
 
 def check_block_softmax(logits: Tensor, visible: Tensor, backend: Backend) -> None:

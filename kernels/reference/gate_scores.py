@@ -25,7 +25,9 @@ def gate_scores(
     mean_weight: float = 0.0,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
-    check_gate_scores(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope)
+    check_gate_scores(
+        q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope, mean_weight
+    )
     heads, hidden, _ = query_weight.shape
     num_queries, num_keys = q.shape[2], k.shape[2]
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.house.modules import ROOT
 
+sys.path.append(str(ROOT / "docs/figures"))  # as for a program there
 TABLES = runpy.run_path(str(ROOT / "docs/figures/tables.py"))
 
 

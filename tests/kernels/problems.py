@@ -5,9 +5,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
+
+ANY_LENGTHS = {  # of queries, and of so many more keys
+    "n": st.integers(1, 150),
+    "more": st.integers(-20, 90),
+    "causal": st.booleans(),
+    "block": st.sampled_from([16, 64]),
+    "softcap": st.sampled_from([None, 0.5, 5.0]),
+}
 
 
 def random_buckets(

@@ -29,7 +29,7 @@ from msattn.kernels.testing import (
 )
 from msattn.kernels.types import Backend, SparseAttention
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, CASES, Case, gradient_rounding
+from tests.kernels.problems import ANY_LENGTHS, CAPPED_SCALE, CASES, Case, gradient_rounding
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(2, 5.0), (1, 50.0), (5, 5.0), (8, 5.0)]  # numbers of cases, and limits
@@ -211,14 +211,7 @@ def test_agrees_with_fp64(
     ids=["block_sparse", "multiscale", "block_sparse_triton"],
 )
 @settings(max_examples=8, deadline=None)
-@given(
-    n=st.integers(1, 150),
-    more=st.integers(-20, 90),
-    causal=st.booleans(),
-    block=st.sampled_from([16, 64]),
-    softcap=st.sampled_from([None, 0.5, 5.0]),
-    seed=st.integers(0, 99),
-)
+@given(**ANY_LENGTHS, seed=st.integers(0, 99))
 def test_any_lengths(
     operation: Operation,
     backend: Backend,

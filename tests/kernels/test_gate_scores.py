@@ -144,6 +144,11 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"block_size": 20}, "block_size=20"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is"),
         ({"q_rope": torch.zeros(1, 4, 70, 16)}, "k_rope is None"),
+        ({"mean_weight": 0.5}, "mean_weight=0.5"),
+        (
+            {"q_rope": torch.zeros(1, 4, 70, 16), "k_rope": torch.zeros(1, 2, 70, 16), "mean_weight": float("nan")},
+            "mean_weight=nan",
+        ),
         ({"q_rope": torch.zeros(1, 4, 70, 8), "k_rope": torch.zeros(1, 2, 70, 16)}, "q_rope is"),
     ],
 )

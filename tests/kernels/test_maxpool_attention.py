@@ -14,7 +14,7 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.testing import assert_within_budget, block_numbers, capped, pool_over_blocks, random_qkv, starts
 from msattn.kernels.types import Backend, Pool
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, CASES, Case, full_product
+from tests.kernels.problems import ANY_LENGTHS, CAPPED_SCALE, CASES, Case, full_product
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(1, 50.0, False), (4, 50.0, True), (8, 5.0, False)]  # numbers of cases, limits, and whether there are sinks
@@ -79,14 +79,7 @@ def test_masses_agree_with_fp64(
 
 
 @settings(max_examples=10, deadline=None)
-@given(
-    n=st.integers(1, 150),
-    more=st.integers(-20, 90),
-    causal=st.booleans(),
-    block=st.sampled_from([16, 64]),
-    softcap=st.sampled_from([None, 0.5, 5.0]),
-    pool=st.sampled_from(POOLS),
-)
+@given(**ANY_LENGTHS, pool=st.sampled_from(POOLS))
 def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float | None, pool: Pool) -> None:
     check(Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block), "torch", "cpu", softcap, pool=pool)
 

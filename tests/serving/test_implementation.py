@@ -90,6 +90,7 @@ def test_without_settings_a_selection_without_training_serves_and_other_layers_k
         assert torch.equal(found, dense(ids).logits)
     with pytest.warns(ModelWarning):
         assert torch.equal(copied(ids).logits, found)
+    assert not copied._forward_pre_hooks, "its first use is over"
 
 
 def test_an_enabled_model_is_freed(folder: Path) -> None:

@@ -144,7 +144,7 @@ class GateConfig:
     )
 
     @property
-    def pooled_keys(self) -> tuple[str, ...]:
+    def cached_pools(self) -> tuple[str, ...]:
         """The poolings of keys that a cache keeps; ``rope`` is the mean after RoPE."""
         return (*self.k_pool, *["rope"] * (self.phase == "prefill" and self.mean_weight > 0))
 

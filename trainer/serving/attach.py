@@ -110,8 +110,9 @@ def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
 
 
 def enabled(model: "PreTrainedModel") -> Sparse | None:
-    """Returns the sparse attention of a model after :func:`enable`, or after its first use if it was loaded with
-    ``attn_implementation="msattn"``; None for other models.
+    """Returns the sparse attention of an enabled model; None for other models.
+
+    A model that was loaded with ``attn_implementation="msattn"`` is enabled by its first use.
     """
     _, sparse = vars(model).get(_ENABLED, (None, None))
     return sparse

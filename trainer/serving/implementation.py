@@ -25,9 +25,7 @@ NAME = "msattn"
 DEFAULT = "vertical_slash"  # selection of models whose files name nothing
 METHODS = ("generate", "generate_batch", "init_continuous_batching")  # uses that begin before the first forward pass
 
-WAITING = (
-    "_msattn_first_use"  # attribute of a model that is not enabled yet: its hook, of which a copy of the model has its own
-)
+WAITING = "_msattn_first_use"  # attribute of a model that is not enabled yet: its hook, which is copied with the model
 _enabling = threading.RLock()  # of two threads that use a model first, one enables it
 
 

@@ -168,7 +168,7 @@ class Sparse(NotCopied):
             return x if whole_prompt else None
         try:
             with torch.no_grad(), self.statistics.timed("selection"):
-                pooled = x.cache.pool_keys(self.gate.cfg.pooled_keys, self.gate.cfg.block_size, x, self.rotation)
+                pooled = x.cache.pool_keys(self.gate.cfg.cached_pools, self.gate.cfg.block_size, x, self.rotation)
         except KeysNotKnown:
             return None
         return x if whole_prompt else replace(x, pooled_keys=pooled)

@@ -114,7 +114,7 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
         earlier = replace(x, ends_prompt=False)
         assert torch.equal(QuestionScores(gate)(earlier), gate.scores(x))
         assert not QuestionScores(gate).needs_keys(earlier)
-        pooled = pool_keys(gate.cfg.pooled_keys, x.k_nope, x.k, block_size=BLOCK)
+        pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
         last = {name: getattr(x, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
         chunk = QuestionScores(gate)(replace(x, **last, pooled_keys=pooled))
         torch.testing.assert_close(chunk, QuestionScores(gate)(x)[:, :, 4:], rtol=1e-4, atol=1e-6)

@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from msattn.trainer.models import Loaded
+from msattn.trainer.serving.engines.http.text import TokenText
 from tests.serving.http.running import KEY, SECONDS, Running, eventually
 
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "def", "max_tokens": 2, "temperature": 0}
@@ -188,9 +189,11 @@ def test_the_log_has_one_line_without_the_text(served: Running, caplog: pytest.L
     assert not any(hidden in line for line in (first, second) for hidden in ("secret", KEY, "\x1b"))
 
 
-def test_a_fault_of_the_server_has_no_details(served: Running, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("when", ["before the answer", "in the answer"])
+def test_a_fault_of_the_server_has_no_details(served: Running, caplog: pytest.LogCaptureFixture, when: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served.engine, "submit", lambda *arguments: 1 / 0)
+        owner, name = (served.engine, "submit") if when == "before the answer" else (TokenText, "push")
+        patch.setattr(owner, name, lambda *arguments, **options: 1 / 0)
         answer = served.post(json=GOOD)
     assert (answer.status_code, problem(answer)["message"]) == (500, "the server failed")
     eventually(lambda: "POST /v1/completions: ZeroDivisionError: division by zero" in caplog.text)

@@ -39,7 +39,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         assert rotation is not None
         keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys)
         before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
-        expected = gate_pool_keys(state.gate.pooled_keys, before_rope, keys, block_size=BLOCK)
+        expected = gate_pool_keys(state.gate.cached_pools, before_rope, keys, block_size=BLOCK)
         torch.testing.assert_close(pooled, expected, rtol=1e-4, atol=1e-4)
         counts["known blocks"] += prompt.pooled
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled

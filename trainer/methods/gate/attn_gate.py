@@ -3,7 +3,8 @@
 In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
 the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With
 ``gate.mean_weight`` a trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its own
-before the softmax. Gates learn without these products: gates that had them as inputs selected worse blocks.
+before the softmax, uncapped also in models that cap their scores. Gates learn without these products: gates that had them as
+inputs selected worse blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -352,7 +353,7 @@ class Gate(GateArtifact):
             return x.pooled_keys
         check_keys(x)
         of_blocks = {"block_size": self.cfg.block_size, "start": x.kv_start}
-        return pool_keys(self.cfg.pooled_keys, self._inputs(x)[1], x.k, **of_blocks)
+        return pool_keys(self.cfg.cached_pools, self._inputs(x)[1], x.k, **of_blocks)
 
     def _split(self, pooled: Tensor, x: "LayerInputs") -> tuple[Tensor, Tensor | None]:
         """Returns the poolings of keys that are projected, and their means after RoPE, if the gate adds their products."""

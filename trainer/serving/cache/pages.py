@@ -66,7 +66,7 @@ class PagedState:
                 self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
-                blocks, width = self.page_size // gate.block_size, len(gate.pooled_keys) * size
+                blocks, width = self.page_size // gate.block_size, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
@@ -127,7 +127,7 @@ class PagedState:
                 assert rotation is not None
                 older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
             tail = torch.cat([older, tail], dim=2)
-        new = pool_keys(self.gate.pooled_keys, tail, rotated, block_size=size)
+        new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
         pages, blocks = self.locate(prompt.table, prompt.pooled, prompt.keys // size)
         held[pages, blocks] = new[0, :, : len(pages)].transpose(0, 1)
         pages, blocks = self.locate(prompt.table, 0, prompt.pooled)

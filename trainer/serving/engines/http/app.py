@@ -200,14 +200,14 @@ class Service:
 
 async def _merged(streams: "list[AsyncIterator[Piece]]") -> AsyncIterator[tuple[int, Piece | None]]:
     """Yields the pieces of several answers as they come, with the number of the answer, and None at its end."""
-    arrived: asyncio.Queue[tuple[int, Piece | ApiError | None]] = asyncio.Queue()
+    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
 
     async def pass_on(number: int, stream: AsyncIterator[Piece]) -> None:
         try:
             async for piece in stream:
                 arrived.put_nowait((number, piece))
             arrived.put_nowait((number, None))
-        except ApiError as error:
+        except Exception as error:  # raised below, where the request is answered
             arrived.put_nowait((number, error))
 
     tasks = [asyncio.create_task(pass_on(number, stream)) for number, stream in enumerate(streams)]
@@ -215,7 +215,7 @@ async def _merged(streams: "list[AsyncIterator[Piece]]") -> AsyncIterator[tuple[
         running = len(tasks)
         while running:
             number, piece = await arrived.get()
-            if isinstance(piece, ApiError):
+            if isinstance(piece, Exception):
                 raise piece
             running -= piece is None
             yield number, piece
