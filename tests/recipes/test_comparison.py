@@ -69,7 +69,14 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
         tmp_path / "mill.jsonl", {"input": TEXT, "instructions": ["What?"] * 2, "outputs": ["so", "no"], "evaluation": "f1"}
     )
     arguments = [
-        *(str(tmp_path / "out"), "model=tiny", "model.path=embedded", "data=text", f"data.path={tmp_path}/train.txt"),
+        *(
+            str(tmp_path / "out"),
+            "--seeds",
+            "model=tiny",
+            "model.path=embedded",
+            "data=text",
+            f"data.path={tmp_path}/train.txt",
+        ),
         *(f"data.heldout_path={tmp_path}/test.txt", f"data.cache={tmp_path}/cache", f"eval.leval.path={leval}"),
         *("eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]", "eval.leval.sparsities=[0.5]", "device=cpu"),
         *("eval.ruler.tasks=[fwe]", "eval.ruler.samples=2", "eval.ruler.sparsities=[0.5]", "select.block_size=16"),
@@ -78,7 +85,6 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
             "400",
             "--gates",
             "trainer/embedded/artifacts/gate",
-            "--seeds",
             "--baselines",
             "quest",
             "--processes",

@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
     parser.add_argument("--processes", type=int, default=7, help="processes, on all GPUs in turn")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     cfg: Any = compose("eval", args.overrides)
     run = "-".join([cfg.model.name, *map(str, args.lengths)])
     folder = args.out / run
