@@ -14,9 +14,11 @@ from typing import ClassVar
 from unittest.mock import patch
 
 import psutil
+import torch
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+GPUS = 4 if torch.cuda.device_count() >= 4 else 2  # ranks of tests on several GPUs
 TIMEOUT = 300  # seconds for jobs that take ten on an idle machine, so that only a hang fails
 
 sys.path.append(str(ROOT))  # inherited by forked processes, which import tests from it
@@ -123,11 +125,12 @@ class LaunchedJob(Job):
     hidden: ClassVar[dict[str, str]] = NO_GPU
 
     def _start(self, call: list[str], processes: int) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # where msattn is not installed, they hold it
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = psutil.Popen(
                 [sys.executable, *torchrun, *call],
-                env={**os.environ, **self.hidden, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+                env={**os.environ, **self.hidden, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
                 | BYTECODE
                 | {"PYTHONDONTWRITEBYTECODE": ""},
                 stdout=out,

@@ -74,6 +74,7 @@ def test_a_closed_output_ends_a_program_without_a_line(
         ("recipes.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
         ("recipes.teachers.train", ["--text", "/nowhere", "--out", "/nowhere", "--device", "tpu"], "msattn: --device=tpu: "),
         ("recipes.realised_sparsity", ["eval.ruler.lenghts=[1]"], "msattn: unknown key eval.ruler.lenghts"),
+        ("recipes.tensor_parallel", ["model.path=/nowhere", "device=cpu"], "msattn: model.path=/nowhere: "),
         ("recipes.recalibrate_gate", ["/nowhere"], "msattn: artifact /nowhere: no such folder"),
         ("recipes.vllm_speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
     ],

@@ -26,8 +26,9 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
 from msattn.trainer.finetune.run import finetune
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.training.checkpoints import newest_checkpoint
 from tests.factory import tiny_architecture
-from tests.jobs import Job, LaunchedGpuJob, prepare
+from tests.jobs import GPUS, Job, LaunchedGpuJob, prepare
 from tests.running import succeed
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -292,12 +293,17 @@ def test_two_ranks_train_the_same_model_as_one(root: Path, trained: Path, tmp_pa
 def test_fsdp_trains_the_same_model_as_one_gpu(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
     LaunchedGpuJob(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").output()
-    LaunchedGpuJob(JOB, tmp_path, root, "gpu-two", "cuda", gate, "fsdp", "new", processes=2).output()
-    assert_near(runs / "gpu-one", runs / "gpu-two")
-    shutil.copytree(runs / "gpu-two/runs", runs / "gpu-again/runs")
-    shutil.rmtree(runs / "gpu-again/runs/finetune/checkpoints/checkpoint-4")
-    LaunchedGpuJob(JOB, tmp_path, root, "gpu-again", "cuda", gate, "fsdp", "resume", processes=2).output()
-    assert equal(weights(runs / "gpu-again/model"), weights(runs / "gpu-two/model"))
+    LaunchedGpuJob(JOB, tmp_path, root, "gpus", "cuda", gate, "fsdp", "new", processes=GPUS).output()
+    assert_near(runs / "gpu-one", runs / "gpus")
+    killed = LaunchedGpuJob(JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "new", processes=GPUS)
+    checkpoints = runs / "gpus-again/runs/finetune/checkpoints"
+    killed.wait_for(lambda: newest_checkpoint(checkpoints))
+    killed.kill()
+    if (last := checkpoints / "checkpoint-4").exists():  # the kill came late
+        shutil.rmtree(last)
+    LaunchedGpuJob(JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "resume", processes=GPUS).output()
+    for kind in ("model", "gate"):
+        assert equal(weights(runs / "gpus-again" / kind), weights(runs / "gpus" / kind))
 
 
 @pytest.mark.gpu

@@ -32,13 +32,12 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
-from tests.jobs import Job, LaunchedGpuJob, LaunchedJob
+from tests.jobs import GPUS, Job, LaunchedGpuJob, LaunchedJob
 
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
 BATCH_OF_THREE = 9  # the batch size of runs of three ranks, which cannot share a batch of eight
 Kind = TypeVar("Kind", bound=Job)
-GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 
 
 class Numbers(Dataset[dict[str, Tensor]]):

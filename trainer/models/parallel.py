@@ -41,6 +41,7 @@ def head_shard(model: "PreTrainedModel") -> HeadShard:
             + ", ".join(divided)
         )
     mesh = divided["q_proj"].device_mesh
-    if num_kv_heads(model.config) % mesh.size():
-        raise UserError(f"model: accepted are numbers of ranks that divide the {num_kv_heads(model.config)} key/value heads")
-    return HeadShard(mesh.get_local_rank(), mesh.size())
+    heads, ranks = num_kv_heads(model.config), mesh.size()
+    if heads % ranks:
+        raise UserError(f"model: divided among {ranks} ranks; accepted are numbers that divide its {heads} key/value heads")
+    return HeadShard(mesh.get_local_rank(), ranks)

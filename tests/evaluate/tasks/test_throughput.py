@@ -56,14 +56,14 @@ def test_requests_wait_for_pages(tmp_path: Path) -> None:
     prompts = throughput._random_prompts(loaded.model, 4, 96, seed=0)
     few = replace(SETTINGS, pages=6)
     done = measure(loaded.model, nullcontext, prompts, few)
-    assert done.tokens == 4 * 5
+    assert sum(map(len, done.answers)) == 4 * 5
     assert done.first_tokens == sorted(done.first_tokens)
     with pytest.raises(UserError, match=r"eval\.throughput: the engine refused a request"):
         measure(loaded.model, nullcontext, prompts, replace(SETTINGS, pages=2))
 
 
 def test_percentiles() -> None:
-    run = ThroughputRun(seconds=2.0, tokens=10, first_tokens=[1.0, 2.0, 3.0, 4.0], peak_mb=0.0, stats={})
+    run = ThroughputRun(seconds=2.0, answers=[[1] * 4, [2] * 6], first_tokens=[1.0, 2.0, 3.0, 4.0], peak_mb=0.0, stats={})
     assert run.rate == 5
     assert [run.first_token(share) for share in (0.01, 0.5, 0.51, 0.99, 1.0)] == [1.0, 2.0, 3.0, 4.0, 4.0]
 

@@ -36,20 +36,20 @@ SAME_ENGINE = DENSE.of("same engine")
 
 @dataclass(frozen=True)
 class ThroughputRun:
-    """Requests that are served together: seconds and new tokens of all, peak MiB, statistics of the attached model.
+    """Requests that are served together: seconds of all, new tokens of each, peak MiB, statistics of the attached model.
 
     ``first_tokens`` are the seconds from the arrival of each request to its first token, in ascending order.
     """
 
     seconds: float
-    tokens: int
+    answers: list[list[int]]
     first_tokens: list[float]
     peak_mb: float
     stats: dict[str, Any]
 
     @property
     def rate(self) -> float:
-        return self.tokens / self.seconds
+        return sum(map(len, self.answers)) / self.seconds
 
     def first_token(self, share: float) -> float:
         """Returns the seconds within which this share of the requests have their first token."""
@@ -121,7 +121,7 @@ def measure(
     begin, end = min(each.created_time for each in answers), max(each.timestamps[-1] for each in answers)
     return ThroughputRun(
         seconds=end - begin,
-        tokens=sum(len(each.generated_tokens) for each in answers),
+        answers=[each.generated_tokens for each in answers],
         first_tokens=sorted(each.timestamps[0] - each.created_time for each in answers),
         peak_mb=spent.peak_mb,
         stats=sparse.stats() if sparse else {},
