@@ -1,4 +1,4 @@
-"""Sparse attention of a model that is divided among GPUs (tensor parallelism), beside dense attention and every key.
+"""Sparse attention of a model that is divided among GPUs (tensor parallelism), beside dense attention.
 
     torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel model=llama3 model.path=FOLDER select.sparsity=0.9
 
@@ -7,8 +7,8 @@ tokens. Prompts are random tokens, and gate and classifier have random weights o
 ``torchrun``, it measures one GPU. Each length has three rows:
 
     dense       transformers' ``generate``; with ``--engine generate_batch`` msattn's kernels over pages
-    every key   attached, with all blocks and all buckets: the answers are those of dense attention, up to rounding
     sparse      attached, with the share of the blocks and the number of buckets that ``msattn eval`` takes
+    every key   attached, with all blocks and all buckets: the answers are those of dense attention, up to rounding
 
 ``generate`` answers the first request alone; its rate is that of the new tokens after the prompt, that of ``generate_batch``
 includes the prompts. ``equal`` counts the tokens of each answer before the first that differs from dense attention's, and
@@ -45,7 +45,6 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
 ENGINES = ("generate", "generate_batch")
-WARMUP_LENGTH = 2048  # tokens of a prompt that is not measured: kernels compile
 WARMUP_TOKENS = 4  # new tokens that are not measured
 COLUMNS = ("attention", "tokens", "requests", "first token (s)", "new tokens/s", "GiB per GPU", "equal", "gap")
 Attached = Callable[[], AbstractContextManager[Sparse | None]]
@@ -72,7 +71,7 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
         for name, attached in _cases(cfg, model, alone=alone, cuda_graphs=cuda_graphs).items():
             release_memory()  # of the last measurement's cache and graphs
             if alone:
-                generate(model, attached, prompts[0][:WARMUP_LENGTH], WARMUP_TOKENS + 2)
+                generate(model, attached, prompts[0][: max(1, length // 4)], WARMUP_TOKENS + 2)  # kernels compile
                 found = generate(model, attached, prompts[0], settings.tokens)
             else:
                 run = throughput.measure(model, attached, prompts, settings)
@@ -105,8 +104,8 @@ def _cases(cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_grap
     sparse = {"select": gate.select, **routing.reads(setting)}
     return {
         "dense": nullcontext if alone else partial(attach, model, **served, **sparse, dense_below=ALWAYS_DENSE),
-        "every key": partial(attach, model, **served, **everything, dense_below=0),
         "sparse": partial(attach, model, **served, **sparse, dense_below=0),
+        "every key": partial(attach, model, **served, **everything, dense_below=0),
     }
 
 
