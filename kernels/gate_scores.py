@@ -5,10 +5,11 @@
     logit[r, c]  = gq_r . gk_c / sqrt(hidden) + mean_weight mq_r . mk_c
     scores[r, c] = exp(logit[r, c]) / sum over the visible c' of exp(logit[r, c'])
 
-Gates pool queries and keys before RoPE (section 3.1 of the paper); the second term, with ``mean_weight``, is not in the paper.
-Queries and keys are pooled (:mod:`msattn.kernels.common.block_pooling`), then projected and rotated (RoPE). In the last kernel
-a program owns some rows of one head's map and computes their visible logits twice, first for maxima and sums, then to write
-probabilities, so that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
+Gates pool queries and keys before RoPE (section 3.1 of the paper); the second term, with ``mean_weight``, is not in the paper,
+nor is ``last_queries``. Keys come pooled, as caches keep them. Three kernels pool the queries
+(:mod:`msattn.kernels.common.block_pooling`), project and rotate both (RoPE), and write the map. In the last one a program owns
+some rows of one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so
+that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
 """
 
 from typing import Any
@@ -31,18 +32,18 @@ UNROLLED = 128  # channels of both terms up to which the loop of a product is un
 
 def gate_scores(
     q: Tensor,
-    k: Tensor,
+    pooled_k: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
     inv_freq: Tensor | None,
     *,
     q_pool: list[str],
-    k_pool: list[str],
+    num_keys: int,
     block_size: int = 64,
     kv_start: Tensor | None = None,
     q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None,
     mean_weight: float = 0.0,
+    last_queries: bool = False,
     backend: Backend | None = None,
 ) -> Tensor:
     """Computes the gate's causal block probabilities of each row block and gate head.
@@ -51,34 +52,40 @@ def gate_scores(
     ----------
     q : Tensor ``[B, Hq, N, D]``
         Queries before RoPE, at the last N of M positions.
-    k : Tensor ``[B, Hkv, M, D]``
-        Keys before RoPE.
+    pooled_k : Tensor fp32 (fp64 for fp64 queries) ``[B, Hkv, ceil(M / block), pools * D]``
+        Pooled blocks of keys before RoPE, of :func:`~msattn.kernels.pool_blocks.pool_blocks`; with ``q_rope`` also the means
+        after it, D more channels.
     query_weight : Tensor ``[Hg, hidden, Hq // Hg * len(q_pool) * D]``
         fp32 (fp64 for fp64 inputs), contiguous. A gate head reads the concatenated poolings of its query heads; Hg divides Hq
         and is a multiple of Hkv.
-    key_weight : Tensor ``[Hg, hidden, len(k_pool) * D]``
+    key_weight : Tensor ``[Hg, hidden, pools * D]``
         Likewise; gate head h reads the poolings of key/value head ``h // (Hg // Hkv)``.
     inv_freq : Tensor fp32 ``[hidden / 2]``, or None
         Inverse frequencies of RoPE, in radians per position; channels j and ``j + hidden / 2`` are a pair. None: no rotation.
-    q_pool, k_pool : list of {"avg", "max", "min"}
-        Poolings of the blocks.
+    q_pool : list of {"avg", "max", "min"}
+        Poolings of the query blocks.
+    num_keys : int
+        Number of positions, M.
     block_size : int
         Tokens per block: 16, 32, 64 or 128.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence. Blocks and positions are counted from its end.
-    q_rope, k_rope : Tensor, like ``q`` and ``k``, optional
-        Queries and keys after the model's RoPE, both or neither.
+    q_rope : Tensor, like ``q``, optional
+        Queries after the model's RoPE.
     mean_weight : float
-        Weight of the products of their block means in the logits, without them 0; the queries' mean is also over the heads of a
-        gate head.
+        Weight of the products of their block means with those of the keys in the logits, without them 0; the queries' mean is
+        also over the heads of a gate head.
+    last_queries : bool
+        Also scores each of the last ``block_size`` queries by itself, as a block of this query alone at the position of the last
+        row block, over the blocks that it sees. The last row block gets the largest of their probabilities and its own.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1; blocks that are
-        not visible, and rows without visible blocks, are 0.
+        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1, the last one with
+        ``last_queries`` to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
 
     Raises
     ------
@@ -89,193 +96,252 @@ def gate_scores(
     """
     backend = resolve_backend(backend, q)
     check_gate_scores(
-        q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope, mean_weight
+        q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, kv_start, q_rope, mean_weight
     )
-    pools, means = (",".join(q_pool), ",".join(k_pool)), (q_rope, k_rope, mean_weight)
-    return _operator(q, k, query_weight, key_weight, inv_freq, *pools, block_size, kv_start, *means, backend)
+    options = (",".join(q_pool), num_keys, block_size, kv_start, q_rope, mean_weight, last_queries)
+    return _operator(q, pooled_k, query_weight, key_weight, inv_freq, *options, backend)
 
 
 def launch(
     q: Tensor,
-    k: Tensor,
+    pooled_k: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
     inv_freq: Tensor | None,
     q_pool: str,
-    k_pool: str,
+    num_keys: int,
     block_size: int,
     kv_start: Tensor | None,
     q_rope: Tensor | None,
-    k_rope: Tensor | None,
     mean_weight: float,
+    last_queries: bool,
 ) -> Tensor:
     """Launches the kernels."""
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    (batch, q_heads, num_queries, head), kv_heads = q.shape, pooled_k.shape[1]
     first = first_query(num_queries, num_keys, kv_start, q.device)
-    pooled_q = pooling.launch(q, q_pool, block_size, first)
-    pooled_k = pooling.launch(k, k_pool, block_size, kv_start)
-    scale = query_weight.shape[1] ** -0.5 * LOG2_E
-    gate_q = launch_projection(pooled_q, query_weight, inv_freq, kv_start, num_keys - num_queries, block_size, scale)
-    gate_k = launch_projection(pooled_k, key_weight, inv_freq, None, 0, block_size, 1.0)
-    scores = _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size)
-    batch, heads, rows, cols = scores.shape
-    hidden = gate_q.shape[3]
-    head, mean_q, mean_k = 0, None, None
-    if q_rope is not None and k_rope is not None:
-        mean_k = pooling.launch(k_rope, "avg", block_size, kv_start)
-        mean_q = pooling.launch(q_rope, "avg", block_size, first)
-        mean_q = mean_q if len(query_weight) == q.shape[1] else mean_q.unflatten(1, (heads, -1)).mean(2)
-        mean_q *= mean_weight * LOG2_E
-        head = q.shape[3]
-    unroll = hidden + head <= UNROLLED
+    single = min(block_size, num_queries) if last_queries else 0
+    pooled_q = pooling.launch(q, q_pool, block_size, first, q_rope, single)
+    scores = _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size)
+    (_, heads, rows, cols), hidden, k_width = scores.shape, query_weight.shape[1], key_weight.shape[2]
+    pooled_k = pooled_k.contiguous()
+    gate_q = pooled_q.new_empty((batch, heads, rows + single, hidden))
+    gate_k = pooled_q.new_empty((batch, heads, cols, hidden))
+    means = mean_q, mean_k = (None, None)
+    if q_rope is not None:
+        means = mean_q, mean_k = gate_q.new_empty((batch, heads, rows + single, head)), pooled_k[..., k_width:]
+    lengths = num_queries, num_keys, num_keys - num_queries
+    tiles = triton.cdiv(rows + single, ROWS) + triton.cdiv(cols, ROWS)
+    _project_kernel[(heads, tiles, batch)](
+        pooled_q, pooled_k, query_weight, key_weight, inv_freq, kv_start, gate_q, gate_k, mean_q,
+        q_heads, kv_heads, *lengths, rows, rows + single, cols, hidden**-0.5 * LOG2_E, mean_weight * LOG2_E,
+        HEAD=head, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads, HIDDEN=hidden,
+        PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size, ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    unroll = hidden + (head if q_rope is not None else 0) <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, mean_q, mean_k, scores, kv_start,
-        num_queries, num_keys, num_keys - num_queries, rows, cols, k.shape[1],
-        HIDDEN=hidden, HEAD=head, BLOCK=block_size, ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)),
-        UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
+        gate_q, gate_k, *means, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
+        HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, SINGLE=block_size if single else 0,
+        ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
     )  # fmt: skip
     return scores
 
 
-def _empty(q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, *others) -> Tensor:
-    rows, cols = ((x.shape[2] + block_size - 1) // block_size for x in (q, k))
+def _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, *others) -> Tensor:
+    rows, cols = ((tokens + block_size - 1) // block_size for tokens in (q.shape[2], num_keys))
     return q.new_empty((q.shape[0], len(query_weight), rows, cols), dtype=statistics_dtype(q))
 
 
-def _reference(q_pool: str, k_pool: str, **others: Any) -> Tensor:
-    return reference.gate_scores(q_pool=q_pool.split(","), k_pool=k_pool.split(","), **others)
+def _reference(q_pool: str, **others: Any) -> Tensor:
+    return reference.gate_scores(q_pool=q_pool.split(","), **others)
 
 
 _operator = register_op("gate_scores", launch, _reference, _empty, no_gradient="a gate is trained through its logits")
 
 
-def launch_projection(
-    pooled: Tensor, weight: Tensor, inv_freq: Tensor | None, kv_start: Tensor | None, offset: int, block_size: int, scale: float
-) -> Tensor:
-    """Launches the projection and rotation of pooled blocks ``[B, H, T, P]``.
-
-    Returns gate vectors fp32 ``[B, Hg, T, hidden]``, times ``scale``. The first block is at position ``offset``.
-    """
-    batch, heads_in, blocks, width = pooled.shape
-    heads, hidden, terms = weight.shape
-    out = pooled.new_empty((batch, heads, blocks, hidden))
-    _project_kernel[(heads, triton.cdiv(blocks, ROWS), batch)](
-        pooled, weight, inv_freq, kv_start, out, heads_in, blocks, offset, scale,
-        WIDTH=width, PARTS=terms // width, HIDDEN=hidden, PAIRS=padded_head(hidden // 2), BLOCK=block_size,
-        ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["heads_in", "blocks", "offset"])
+@triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_queries", "num_keys", "offset", "rows", "q_rows", "cols"])
 def _project_kernel(
-    pooled_ptr, weight_ptr, inv_freq_ptr, kv_start_ptr, out_ptr, heads_in, blocks, offset, scale,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    pooled_q_ptr, pooled_k_ptr, query_weight_ptr, key_weight_ptr, inv_freq_ptr, kv_start_ptr, gate_q_ptr, gate_k_ptr, mean_q_ptr,
+    q_heads, kv_heads, num_queries, num_keys, offset, rows, q_rows, cols, scale, mean_scale,
+    HEAD: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr,
+    PAIRS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Projects and rotates some blocks of a gate head.
+    """Projects and rotates some rows of a gate head: query blocks, then single queries, or key blocks."""
+    h, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads, q_tiles = tl.num_programs(0), tl.cdiv(q_rows, ROWS)
+    MEANS: tl.constexpr = HEAD if mean_q_ptr is not None else 0
+    if tile < q_tiles:
+        t = tile * ROWS + tl.arange(0, ROWS)
+        _, _, _, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+        position = tl.where(t < rows, t, tl.maximum(queries - 1, 0) // BLOCK) * BLOCK + delta
+        pooled_q_ptr += (b * q_heads + h * q_heads // heads) * q_rows * (Q_WIDTH + MEANS)
+        gate_q_ptr += (b * heads + h) * q_rows * HIDDEN
+        _project(pooled_q_ptr, query_weight_ptr, inv_freq_ptr, gate_q_ptr, h, t, position, q_rows, scale,
+                 Q_WIDTH, Q_WIDTH + MEANS, PARTS, HIDDEN, PAIRS, CHUNK)  # fmt: skip
+        if mean_q_ptr is not None:
+            d = tl.arange(0, COLS)
+            inside = (t < q_rows)[:, None] & (d < HEAD)[None, :]
+            mean_ptrs = pooled_q_ptr + t[:, None] * (Q_WIDTH + MEANS) + Q_WIDTH + d[None, :]
+            total = tl.zeros([ROWS, COLS], tl.float32)
+            for _part in tl.range(0, PARTS):  # type: ignore[misc]
+                total += tl.load(mean_ptrs, mask=inside, other=0.0)
+                mean_ptrs += q_rows * (Q_WIDTH + MEANS)
+            mean_q_ptr += (b * heads + h) * q_rows * HEAD
+            tl.store(mean_q_ptr + t[:, None] * HEAD + d[None, :], total / PARTS * mean_scale, mask=inside)
+    else:
+        t = (tile - q_tiles) * ROWS + tl.arange(0, ROWS)
+        pooled_k_ptr += (b * kv_heads + h * kv_heads // heads) * cols * (K_WIDTH + MEANS)
+        gate_k_ptr += (b * heads + h) * cols * HIDDEN
+        _project(pooled_k_ptr, key_weight_ptr, inv_freq_ptr, gate_k_ptr, h, t, t * BLOCK, cols, 1.0,
+                 K_WIDTH, K_WIDTH + MEANS, 1, HIDDEN, PAIRS, CHUNK)  # fmt: skip
+
+
+@triton.jit
+def _project(
+    pooled_ptr, weight_ptr, inv_freq_ptr, out_ptr, h, t, position, rows, scale,
+    WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, PAIRS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Writes rows ``t`` of gate head h, of which ``pooled`` has PARTS heads of ``rows`` rows.
 
     The two halves of a vector are separate tiles, so that rotating a pair needs no exchange between threads.
     """
-    h, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(0)
-    t = tile * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, PAIRS)
     half: tl.constexpr = HIDDEN // 2
-    row_ptrs = pooled_ptr + ((b.to(tl.int64) * heads_in + h * heads_in // heads) * blocks + t[:, None]) * WIDTH
+    row_ptrs = pooled_ptr + t[:, None].to(tl.int64) * STRIDE
     first_ptr = weight_ptr + (h.to(tl.int64) * HIDDEN + pair[:, None]) * (PARTS * WIDTH)
-    first = tl.zeros([ROWS, PAIRS], tl.float32)
-    second = tl.zeros([ROWS, PAIRS], tl.float32)
+    first = tl.zeros([t.shape[0], PAIRS], tl.float32)
+    second = tl.zeros([t.shape[0], PAIRS], tl.float32)
     for _part in tl.range(0, PARTS):  # type: ignore[misc]
         for start in tl.range(0, WIDTH, CHUNK):  # type: ignore[misc]
             w = start + tl.arange(0, CHUNK)[None, :]
             inside_weight = (pair < half)[:, None] & (w < WIDTH)
-            x = tl.load(row_ptrs + w, mask=(t < blocks)[:, None] & (w < WIDTH), other=0.0)
-            first = tl.dot(x, tl.trans(tl.load(first_ptr + w, mask=inside_weight, other=0.0)), first, input_precision="tf32x3")
+            x = tl.load(row_ptrs + w, mask=(t < rows)[:, None] & (w < WIDTH), other=0.0)
+            weight = tl.load(first_ptr + w, mask=inside_weight, other=0.0)
+            first = tl.dot(x, tl.trans(weight), first, input_precision="tf32x3")
             weight = tl.load(first_ptr + half * PARTS * WIDTH + w, mask=inside_weight, other=0.0)
             second = tl.dot(x, tl.trans(weight), second, input_precision="tf32x3")
-        row_ptrs += blocks.to(tl.int64) * WIDTH  # the next head
+        row_ptrs += rows.to(tl.int64) * STRIDE  # the next head
         first_ptr += WIDTH
     if inv_freq_ptr is not None:
-        _, _, _, _, delta = sequence_span(kv_start_ptr, b, 0, 0, offset)
-        angle = (t * BLOCK + delta).to(tl.float32)[:, None] * tl.load(inv_freq_ptr + pair, mask=pair < half, other=0.0)[None, :]
+        angle = position.to(tl.float32)[:, None] * tl.load(inv_freq_ptr + pair, mask=pair < half, other=0.0)[None, :]
         cos, sin = tl.cos(angle), tl.sin(angle)
         first, second = first * cos - second * sin, second * cos + first * sin
-    out_ptr += ((b.to(tl.int64) * heads + h) * blocks + t[:, None]) * HIDDEN + pair[None, :]
-    inside = (t < blocks)[:, None] & (pair < half)[None, :]
+    out_ptr += t[:, None].to(tl.int64) * HIDDEN + pair[None, :]
+    inside = (t < rows)[:, None] & (pair < half)[None, :]
     tl.store(out_ptr, first * scale, mask=inside)
     tl.store(out_ptr + half, second * scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows", "kv_heads"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows", "q_rows", "kv_heads"])
 def _map_kernel(
-    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, cols, kv_heads,
-    HIDDEN: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    UNROLL: tl.constexpr,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, q_rows, cols, kv_heads,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
-    _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    _, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     head = b.to(tl.int64) * tl.num_programs(0) + h
     r = tile * ROWS + tl.arange(0, ROWS)
     seen = tl.minimum(keys, tl.minimum((r + 1) * BLOCK, queries) + delta)  # keys before the end of a row block
     end = tl.where(r * BLOCK < queries, tl.cdiv(seen, BLOCK), 0)
     last = tl.max(end, 0)
 
-    q_ptr += head * rows * HIDDEN
+    q_ptr += head * q_rows * HIDDEN
     k_ptr += head * cols * HIDDEN
-    if HEAD:
-        mean_q_ptr += head * rows * HEAD
-        mean_k_ptr += (b.to(tl.int64) * kv_heads + h * kv_heads // tl.num_programs(0)) * cols * HEAD
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS, UNROLL)
-        m_new = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
-        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
-        m = m_new
-    base = tl.where(m == float("-inf"), 0.0, m)
-    inverse_sum = 1.0 / tl.where(l > 0, l, 1.0)
+    if mean_q_ptr is not None:
+        mean_q_ptr += head * q_rows * HEAD
+        mean_k_ptr += (b.to(tl.int64) * kv_heads + h * kv_heads // tl.num_programs(0)) * cols * K_STRIDE
+    base, inverse_sum = _row_statistics(
+        q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+    )
+    if SINGLE:
+        last_row = tl.maximum(queries - 1, 0) // BLOCK
+        holds_last = last_row // ROWS == tile
+        j = tl.arange(0, SINGLE)
+        r_single = rows + j
+        position = num_queries - (q_rows - rows) + j - first_query + delta  # below delta: a query of padding
+        is_query = (r_single < q_rows) & (position >= delta) & holds_last
+        end_single = tl.where(is_query, tl.cdiv(tl.minimum(position + 1, keys), BLOCK), 0)
+        base_single, inverse_single = _row_statistics(
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, end_single, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+        )
 
     scores_ptr += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, DEPTH, COLS, UNROLL)
+        s = _logits(
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+        )
+        p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
+        if SINGLE:
+            if holds_last:
+                s_single = _logits(
+                    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, start, end_single, q_rows, cols,
+                    HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
+                )  # fmt: skip
+                largest = tl.max(tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None], 0)
+                p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :]), p)
         c = start + tl.arange(0, COLS)[None, :]
-        tl.store(scores_ptr + c, tl.exp2(s - base[:, None]) * inverse_sum[:, None], mask=(r < rows)[:, None] & (c < cols))
+        tl.store(scores_ptr + c, p, mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
         tl.store(scores_ptr + c, tl.zeros([ROWS, COLS], tl.float32), mask=(r < rows)[:, None] & (c < cols))
 
 
 @triton.jit
+def _row_statistics(
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, rows, cols,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Returns the largest logit and the inverse of the sum of exponentials of rows ``r``; 0 and 1 for rows that see nothing."""
+    m = tl.full([r.shape[0]], float("-inf"), tl.float32)
+    l = tl.zeros([r.shape[0]], tl.float32)
+    for start in tl.range(0, tl.max(end, 0), COLS):  # type: ignore[misc]
+        s = _logits(
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+        )
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
+        l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
+        m = m_new
+    return tl.where(m == float("-inf"), 0.0, m), 1.0 / tl.where(l > 0, l, 1.0)
+
+
+@triton.jit
 def _logits(
     q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols,
-    HIDDEN: tl.constexpr, HEAD: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr, UNROLL: tl.constexpr,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Returns logits of rows ``r`` and COLS columns, -inf from each row's ``end`` on."""
     c = start + tl.arange(0, COLS)
-    s = _add_products(tl.zeros([r.shape[0], COLS], tl.float32), q_ptr, k_ptr, r, c, rows, cols, HIDDEN, DEPTH, UNROLL)
-    if HEAD:
-        s = _add_products(s, mean_q_ptr, mean_k_ptr, r, c, rows, cols, HEAD, DEPTH, UNROLL)
+    s = tl.zeros([r.shape[0], COLS], tl.float32)
+    s = _add_products(s, q_ptr, k_ptr, r, c, rows, cols, HIDDEN, HIDDEN, DEPTH, UNROLL)
+    if mean_q_ptr is not None:
+        s = _add_products(s, mean_q_ptr, mean_k_ptr, r, c, rows, cols, HEAD, K_STRIDE, DEPTH, UNROLL)
     return tl.where(c[None, :] < end[:, None], s, float("-inf"))
 
 
 @triton.jit
-def _add_products(s, q_ptr, k_ptr, r, c, rows, cols, WIDTH: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr):
+def _add_products(
+    s, q_ptr, k_ptr, r, c, rows, cols, WIDTH: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr
+):
     """Adds the products of vectors of rows ``r`` and columns ``c``, WIDTH channels each."""
     if UNROLL:
         for first in tl.static_range(0, WIDTH, DEPTH):
-            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, DEPTH)
+            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, K_STRIDE, DEPTH)
     else:
         for first in tl.range(0, WIDTH, DEPTH):  # type: ignore[misc]
-            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, DEPTH)
+            s = _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH, K_STRIDE, DEPTH)
     return s
 
 
 @triton.jit
-def _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH: tl.constexpr, DEPTH: tl.constexpr):
+def _add_part(
+    s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr
+):
     d = first + tl.arange(0, DEPTH)[None, :]
     q = tl.load(q_ptr + r[:, None] * WIDTH + d, mask=(r < rows)[:, None] & (d < WIDTH), other=0.0)
-    k = tl.load(k_ptr + c[:, None] * WIDTH + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)
+    k = tl.load(k_ptr + c[:, None] * K_STRIDE + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)
     return tl.dot(q, tl.trans(k), s, input_precision="tf32x3")

@@ -19,7 +19,13 @@ from msattn.kernels.types import Backend
 
 
 def pool_blocks(
-    x: Tensor, poolings: list[str], *, block_size: int = 64, start: Tensor | None = None, backend: Backend | None = None
+    x: Tensor,
+    poolings: list[str],
+    *,
+    block_size: int = 64,
+    start: Tensor | None = None,
+    rotated: Tensor | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Pools the tokens of each block and concatenates the poolings.
 
@@ -33,14 +39,16 @@ def pool_blocks(
         Tokens per block: 16, 32, 64 or 128.
     start : Tensor int32 or int64 ``[B | 1]``, optional
         Left padding, 0 to N tokens before each sequence; blocks are counted from its end.
+    rotated : Tensor, like ``x``, optional
+        The same tokens after RoPE; their mean follows the poolings of ``x``.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        ``[B, H, ceil(N / block), len(poolings) * D]``, fp32 (fp64 for fp64). A partial last block pools its existing
-        tokens; a block without tokens, after the end of a shorter sequence, is 0.
+        ``[B, H, ceil(N / block), len(poolings) * D]``, with ``rotated`` D more, fp32 (fp64 for fp64). A partial last block
+        pools its existing tokens; a block without tokens, after the end of a shorter sequence, is 0.
 
     Raises
     ------
@@ -49,8 +57,8 @@ def pool_blocks(
     NotImplementedError
         In the backward pass, which is not implemented.
     """
-    check_pool_blocks(x, poolings, block_size, start)
-    return _operator(x, ",".join(poolings), block_size, start, resolve_backend(backend, x, name="x"))
+    check_pool_blocks(x, poolings, block_size, start, rotated)
+    return _operator(x, ",".join(poolings), block_size, start, rotated, resolve_backend(backend, x, name="x"))
 
 
 def _reference(poolings: str, **others: Any) -> Tensor:

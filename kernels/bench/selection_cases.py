@@ -1,6 +1,7 @@
 """Benchmark cases of block selection: pooling, gate scores, best blocks."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from msattn.kernels.bench.rows import BLOCK, Shape, Work
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case: a gate for each query head, in the default configuration."""
     from msattn.kernels import gate_scores as op
+    from msattn.kernels import pool_blocks as pooling
 
     (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
     heads, size, blocks = shape.q_heads, shape.head_size, shape.blocks
@@ -24,21 +26,27 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     gate = {
         "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
         "q_pool": ["avg"],
-        "k_pool": ["max", "min"],
+        "num_keys": shape.length,
         "block_size": BLOCK,
         "mean_weight": 0.5 * size**-0.5,
     }
     scored = shape.batch * heads * blocks
     moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
     work = Work(2 * size * scored * (3 * size + blocks), moved)
-    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight, q, k)]  # the last two stand for rotated ones
-    forms = Forms(*(_with_rotated(form) for form in forms_of(op, "gate_scores", **gate)))
+    layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
+    pools = pooling.pool_blocks, reference.pool_blocks, reference.pool_blocks
+    forms = Forms(*map(_with_pooled_keys, forms_of(op, "gate_scores", **gate), pools))
     compared = [peers.eager(forms.eager, layers, work, 3 * scored * blocks, setting="gate")]
     yield BenchCase(*forms, layers, work, compared, "gate")
 
 
-def _with_rotated(form: Function) -> Function:
-    return lambda *tensors: form(*tensors[:-2], q_rope=tensors[-2], k_rope=tensors[-1])
+def _with_pooled_keys(form: Function, pool: Function) -> Function:
+    """Returns ``form`` of queries, keys and weights, both of which stand for rotated ones, too."""
+
+    def pooled(q: Tensor, k: Tensor, *weights: Tensor) -> Any:
+        return form(q, pool(k, ["max", "min"], block_size=BLOCK, rotated=k), *weights, q_rope=q)
+
+    return pooled
 
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_device, check_per_sequence, check_qkv, check_tokens, statistics_dtype
+from msattn.kernels.common.checks import check_device, check_per_sequence, check_tokens, statistics_dtype
 from msattn.kernels.types import Backend, Pool
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -56,11 +56,14 @@ def check_map_shape(name: str, x: Tensor, dtype: torch.dtype, accepted: Sequence
             raise ValueError(f"{name}.shape={tuple(x.shape)}: {what} must be {' or '.join(map(str, sizes))}")
 
 
-def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start: Tensor | None) -> None:
-    """Checks the arguments of ``pool_blocks``: ``x [B, H, N, D]``, ``start [B | 1]``."""
+def check_pool_blocks(
+    x: Tensor, poolings: Sequence[str], block_size: int, start: Tensor | None, rotated: Tensor | None
+) -> None:
+    """Checks the arguments of ``pool_blocks``: ``x [B, H, N, D]``, ``start [B | 1]``, ``rotated`` like x."""
     check_tokens("x", x)
     check_block_size(block_size)
     _check_poolings("poolings", poolings)
+    _check_rotated("rotated", rotated, "x", x)
     if start is None:
         return
     if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or len(start) not in (1, x.shape[0]):
@@ -70,43 +73,54 @@ def check_pool_blocks(x: Tensor, poolings: Sequence[str], block_size: int, start
 
 def check_gate_scores(
     q: Tensor,
-    k: Tensor,
+    pooled_k: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
     inv_freq: Tensor | None,
     q_pool: Sequence[str],
-    k_pool: Sequence[str],
+    num_keys: int,
     block_size: int,
     kv_start: Tensor | None,
     q_rope: Tensor | None,
-    k_rope: Tensor | None,
     mean_weight: float,
 ) -> None:
     """Checks the arguments of ``gate_scores``; gate heads must share heads evenly."""
-    check_qkv(q, k, k)
+    check_tokens("q", q)
     check_block_size(block_size)
     check_per_sequence("kv_start", kv_start, q)
     _check_poolings("q_pool", q_pool)
-    _check_poolings("k_pool", k_pool)
+    _check_rotated("q_rope", q_rope, "q", q)
+    head_size, dtype, blocks = q.shape[3], statistics_dtype(q), (num_keys + block_size - 1) // block_size
+    pools = pooled_k.shape[3] // head_size - (q_rope is not None) if pooled_k.dim() == 4 else 0
+    kv_heads = pooled_k.shape[1] if pools > 0 else 0
+    if not kv_heads or pooled_k.shape != (len(q), kv_heads, blocks, (pools + (q_rope is not None)) * head_size):
+        raise ValueError(
+            f"pooled_k.shape={tuple(pooled_k.shape)}: expected [{len(q)}, key/value heads, {blocks}, poolings * {head_size}],"
+            " the last pooling that of q_rope, if it is given"
+        )
     heads, hidden = query_weight.shape[:2] if query_weight.dim() == 3 else (0, 0)
-    if heads < 1 or q.shape[1] % heads or heads % k.shape[1] or hidden < 2 or hidden % 2:
+    if heads < 1 or q.shape[1] % heads or heads % kv_heads or hidden < 2 or hidden % 2:
         raise ValueError(
             f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, pooled]: gate heads a divisor of"
-            f" {q.shape[1]} query heads and a multiple of {k.shape[1]} key/value heads, hidden even"
+            f" {q.shape[1]} query heads and a multiple of {kv_heads} key/value heads, hidden even"
         )
-    head_size, dtype = q.shape[3], statistics_dtype(q)
+    if pooled_k.dtype != dtype or pooled_k.device != q.device:
+        raise ValueError(f"pooled_k is {pooled_k.dtype} on {pooled_k.device}: expected {dtype} on {q.device}")
     _check_weight("query_weight", query_weight, dtype, (heads, hidden, q.shape[1] // heads * len(q_pool) * head_size), q)
-    _check_weight("key_weight", key_weight, dtype, (heads, hidden, len(k_pool) * head_size), q)
+    _check_weight("key_weight", key_weight, dtype, (heads, hidden, pools * head_size), q)
     if inv_freq is not None:
         _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
-    for name, x, like in (("q_rope", q_rope, q), ("k_rope", k_rope, k)):
-        if (x is None) != (q_rope is None) or (x is not None and (x.shape, x.dtype) != (like.shape, like.dtype)):
-            found = "None" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise ValueError(f"{name} is {found}: expected {like.dtype} {tuple(like.shape)}, or None for q_rope and k_rope")
-        if x is not None:
-            check_device(name, x, "q", q)
     if not math.isfinite(mean_weight) or (mean_weight and q_rope is None):
-        raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope and k_rope unless it is 0")
+        raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope unless it is 0")
+
+
+def _check_rotated(name: str, x: Tensor | None, of: str, like: Tensor) -> None:
+    """Checks an optional tensor of the same tokens as ``like``, after RoPE."""
+    if x is None:
+        return
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {like.dtype} {tuple(like.shape)}, as {of}")
+    check_device(name, x, of, like)
 
 
 def check_block_softmax(logits: Tensor, visible: Tensor, backend: Backend) -> None:

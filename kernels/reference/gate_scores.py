@@ -4,51 +4,64 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_gate_scores
-from msattn.kernels.common.checks import first_query
+from msattn.kernels.common.checks import first_query, statistics_dtype
 from msattn.kernels.reference.best_blocks import block_softmax
 from msattn.kernels.reference.pool_blocks import pool_blocks
 
 
 def gate_scores(
     q: Tensor,
-    k: Tensor,
+    pooled_k: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
     inv_freq: Tensor | None,
     *,
     q_pool: list[str],
-    k_pool: list[str],
+    num_keys: int,
     block_size: int = 64,
     kv_start: Tensor | None = None,
     q_rope: Tensor | None = None,
-    k_rope: Tensor | None = None,
     mean_weight: float = 0.0,
+    last_queries: bool = False,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     check_gate_scores(
-        q, k, query_weight, key_weight, inv_freq, q_pool, k_pool, block_size, kv_start, q_rope, k_rope, mean_weight
+        q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, kv_start, q_rope, mean_weight
     )
-    heads, hidden, _ = query_weight.shape
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    (num_queries, head), (_, hidden, k_width) = q.shape[2:], key_weight.shape
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
     rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]
     cols = torch.arange(0, num_keys, block_size, device=q.device)[None]
-
-    first = first_query(num_queries, num_keys, kv_start, q.device)
-    pooled = pool_blocks(q, q_pool, block_size=block_size, start=first).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
-    gate_q = torch.einsum("bhtp,hop->bhto", pooled, query_weight)
-    pooled = pool_blocks(k, k_pool, block_size=block_size, start=kv_start)
-    gate_k = torch.einsum("bhtp,hgop->bhgto", pooled, key_weight.unflatten(0, (k.shape[1], -1))).flatten(1, 2)
+    key_weight = key_weight.unflatten(0, (pooled_k.shape[1], -1))
+    gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k[..., :k_width], key_weight).flatten(1, 2)
     if inv_freq is not None:
-        gate_q, gate_k = _apply_rope(gate_q, inv_freq, rows), _apply_rope(gate_k, inv_freq, cols)
-    logits = gate_q * hidden**-0.5 @ gate_k.mT
-    if q_rope is not None and k_rope is not None:
-        mean_q = pool_blocks(q_rope, ["avg"], block_size=block_size, start=first).unflatten(1, (heads, -1)).mean(2)
-        mean_k = pool_blocks(k_rope, ["avg"], block_size=block_size, start=kv_start)
-        logits += mean_weight * mean_q @ mean_k.repeat_interleave(heads // k.shape[1], 1).mT
+        gate_k = _apply_rope(gate_k, inv_freq, cols)
+    mean_k = pooled_k[..., k_width:].repeat_interleave(len(query_weight) // pooled_k.shape[1], 1)
+
+    def probabilities(pooled_q: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Returns those of queries ``[B, Hq, T, pools * D]``, pooled and with their mean after RoPE."""
+        pooled_q = pooled_q.unflatten(1, (len(query_weight), -1))
+        width = query_weight.shape[2] // pooled_q.shape[2]
+        gate_q = torch.einsum("bhtp,hop->bhto", pooled_q[..., :width].transpose(2, 3).flatten(3), query_weight)
+        gate_q = gate_q if inv_freq is None else _apply_rope(gate_q, inv_freq, positions)
+        logits = gate_q * hidden**-0.5 @ gate_k.mT + mean_weight * pooled_q[..., width:].mean(2) @ mean_k.mT
+        return block_softmax(logits, visible[:, None])
+
     end = (rows + block_size).minimum(num_keys - start[:, None])  # of the keys visible to a row block
-    visible = (cols[:, None] < end[..., None]) & (rows < num_keys - start[:, None])[..., None]
-    return block_softmax(logits, visible[:, None])
+    exists = rows < num_keys - start[:, None]
+    first = first_query(num_queries, num_keys, kv_start, q.device)
+    pooled_q = pool_blocks(q, q_pool, block_size=block_size, start=first, rotated=q_rope)
+    scores = probabilities(pooled_q, rows, (cols[:, None] < end[..., None]) & exists[..., None])
+    if not last_queries:
+        return scores
+    # Every pooling of one query is the query.
+    single = [*[q[:, :, -block_size:]] * len(q_pool), *([] if q_rope is None else [q_rope[:, :, -block_size:]])]
+    own = torch.arange(num_keys - single[0].shape[2], num_keys, device=q.device) - start[:, None]
+    row = exists.sum(1, keepdim=True).clamp(min=1) - 1  # with the last query
+    positions = rows.gather(1, row).expand(-1, single[0].shape[2])
+    largest = probabilities(torch.cat(single, -1).to(statistics_dtype(q)), positions, cols[:, None] <= own[..., None])
+    is_last = torch.arange(rows.shape[1], device=q.device) == row
+    return scores.where(~is_last[:, None, :, None], scores.maximum(largest.amax(2, keepdim=True)))
 
 
 def _apply_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import block_pooling as op
 
-    one, two, three = ("avg", 64, None), ("max,min", 16, None), ("min,avg,max", 128, torch.tensor([8, 0]))
     x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
+    one, two, three = ("avg", 64, None, x), ("max,min", 16, None, None), ("min,avg,max", 128, torch.tensor([8, 0]), x)
     op.launch(x, *_choose([two, three, one], head_size, sm))
 
 
@@ -164,12 +164,13 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import gate_scores as op
     from msattn.kernels.common import block_counts
 
-    q, k, _ = random_qkv(2, 4, 2, 200, 200, head_size, dtype)
-    usual, other = (4, head_size, None), (2, 24, starts([8, 0]))
-    heads, hidden, kv_start = _choose([usual, other], head_size, sm)
-    means = (q, k, 0.5) if heads == 4 or head_size == 256 else (None, None, 0.0)
+    q = torch.zeros(2, 4, 200, head_size, dtype=dtype)
+    usual, other = (4, head_size, None, 64), (2, 24, starts([8, 0]), 128)
+    heads, hidden, kv_start, block = _choose([usual, other], head_size, sm)
+    means = (q, 0.5) if heads == 4 or head_size == 256 else (None, 0.0)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
-    op.launch(q, k, *weights, torch.zeros(hidden // 2), "avg", "max,min", 16, kv_start, *means)
+    pooled_k = torch.zeros(2, 2, -(-200 // block), (2 + (means[0] is not None)) * head_size)
+    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, kv_start, *means, head_size != 16)
     block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
 
 

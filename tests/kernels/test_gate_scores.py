@@ -40,6 +40,14 @@ def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32)
     }  # fmt: skip
 
 
+def pooled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of ``gate_scores``, with pooled keys."""
+    a = dict(arguments)
+    k, k_pool, k_rope = a.pop("k"), a.pop("k_pool"), a.pop("k_rope", None)
+    of_blocks = {"block_size": a["block_size"], "start": a["kv_start"], "rotated": k_rope}
+    return a | {"pooled_k": reference.pool_blocks(k, k_pool, **of_blocks), "num_keys": k.shape[2]}
+
+
 def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same numbers in fp64; frequencies stay as they are."""
     double = ("q", "k", "query_weight", "key_weight", "q_rope", "k_rope")
@@ -60,8 +68,8 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     q_rope, k_rope = (a["q_rope"][b, :, first:], a["k_rope"][b, :, start:]) if means else (q, k)
     ways = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
 
-    def vector(weight: Tensor, tokens: list[Tensor], names: list[str], i: int, position: int) -> Tensor:
-        y = weight @ torch.cat([ways[name](t[i * block : (i + 1) * block]) for t in tokens for name in names])
+    def vector(weight: Tensor, parts: list[Tensor], names: list[str], position: int) -> Tensor:
+        y = weight @ torch.cat([ways[name](part) for part in parts for name in names])
         if a["inv_freq"] is not None:
             angle = (position * a["inv_freq"]).double()
             y1, y2 = y.chunk(2)
@@ -72,24 +80,30 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     scores = torch.zeros(gates, rows, cols, dtype=torch.float64)
     shared = q.shape[0] // gates
     for h in range(gates):
-        kv_head = h * len(k) // gates
-        keys = [vector(a["key_weight"][h], [k[kv_head]], a["k_pool"], c, c * block) for c in range(cols)]
-        mean_keys = [k_rope[kv_head, c * block : (c + 1) * block].mean(0) for c in range(cols)]
-        for r in range(rows):
-            ours = list(q[h * shared : (h + 1) * shared])
-            query = vector(a["query_weight"][h], ours, a["q_pool"], r, shift + r * block)
-            seen = (min(shift + (r + 1) * block, k.shape[1]) - 1) // block + 1
-            mean_query = q_rope[h * shared : (h + 1) * shared, r * block : (r + 1) * block].mean((0, 1))
+        kv_head, ours = h * len(k) // gates, slice(h * shared, (h + 1) * shared)
+        blocks = [slice(c * block, (c + 1) * block) for c in range(cols)]
+        keys = [vector(a["key_weight"][h], [k[kv_head, own]], a["k_pool"], own.start) for own in blocks]
+        mean_keys = [k_rope[kv_head, own].mean(0) for own in blocks]
+
+        def row(r: int, own: slice) -> Tensor:
+            query = vector(a["query_weight"][h], [*q[ours, own]], a["q_pool"], shift + r * block)
+            seen = (min(shift + own.stop, k.shape[1]) - 1) // block + 1
+            mean_query = q_rope[ours, own].mean((0, 1))
             logits = torch.stack(keys[:seen]) @ query / hidden**0.5 + means * torch.stack(mean_keys[:seen]) @ mean_query
-            scores[h, r, :seen] = logits.softmax(0).cpu()
+            return torch.cat([logits.softmax(0).cpu(), torch.zeros(cols - seen, dtype=torch.float64)])
+
+        for r in range(rows):
+            scores[h, r] = row(r, slice(r * block, (r + 1) * block))
+        for i in range(max(0, q.shape[1] - block), q.shape[1]) if a.get("last_queries") else ():
+            scores[h, -1] = scores[h, -1].maximum(row(rows - 1, slice(i, i + 1)))
     return scores
 
 
-@pytest.mark.parametrize("with_rope", [True, False])
+@pytest.mark.parametrize("change", [{}, {"inv_freq": None}, {"last_queries": True}], ids=["rope", "no rope", "last queries"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
-def test_reference_agrees_with_the_definition(case: str, with_rope: bool, device: str) -> None:
-    arguments = random_arguments(case, device) | ({} if with_rope else {"inv_freq": None})
-    got = reference.gate_scores(**doubled(arguments))
+def test_reference_agrees_with_the_definition(case: str, change: dict[str, Any], device: str) -> None:
+    arguments = random_arguments(case, device) | change
+    got = reference.gate_scores(**pooled(doubled(arguments)))
     for b in range(len(got)):
         expected = by_definition(arguments, b)
         padded = torch.zeros(got.shape[1:], dtype=torch.float64)
@@ -98,10 +112,12 @@ def test_reference_agrees_with_the_definition(case: str, with_rope: bool, device
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("last_queries", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_fp64(case: str, backend: Backend, device: str, poisoned: None) -> None:
-    arguments = random_arguments(case, device)
-    got, exact = gate_scores(**arguments, backend=backend), reference.gate_scores(**doubled(arguments))
+def test_agrees_with_fp64(case: str, last_queries: bool, backend: Backend, device: str, poisoned: None) -> None:
+    arguments = random_arguments(case, device) | {"last_queries": last_queries}
+    exact, arguments = reference.gate_scores(**pooled(doubled(arguments))), pooled(arguments)
+    got = gate_scores(**arguments, backend=backend)
     assert exact.amax(-1).min() < 0.9  # not all rows are one-hot
     eager = reference.gate_scores(**arguments)
     # Logits reach about 30 and are rounded before the exponential.
@@ -115,17 +131,17 @@ def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> No
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter computes bf16 incorrectly")
     arguments = random_arguments("one gate per query head", device, dtype)
-    exact = reference.gate_scores(**doubled(arguments))
-    torch.testing.assert_close(gate_scores(**arguments, backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
+    exact = reference.gate_scores(**pooled(doubled(arguments)))
+    torch.testing.assert_close(gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import gate_scores as module
 
-    a = random_arguments("padding", device)
-    given = [a[name] for name in ("q", "k", "query_weight", "key_weight", "inv_freq")]
-    arguments = (*given, "avg", "max,min", 16, a["kv_start"], a["q_rope"], a["k_rope"], a["mean_weight"], backend)
+    a = pooled(random_arguments("padding", device))
+    given = [a[name] for name in ("q", "pooled_k", "query_weight", "key_weight", "inv_freq")]
+    arguments = (*given, "avg", 70, 16, a["kv_start"], a["q_rope"], a["mean_weight"], False, backend)
     shared.assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
     with pytest.raises(NotImplementedError, match="no gradient"):
         gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
@@ -135,7 +151,6 @@ def test_operator(backend: Backend, device: str) -> None:
     ("change", "message"),
     [
         ({"q_pool": ["mean"]}, "q_pool="),
-        ({"k_pool": []}, "k_pool="),
         ({"query_weight": torch.zeros(3, 16, 16)}, "query_weight.shape="),
         ({"query_weight": torch.zeros(4, 15, 16)}, "query_weight.shape="),
         ({"query_weight": torch.zeros(4, 16, 16, dtype=torch.float16)}, "query_weight is"),
@@ -143,15 +158,14 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"inv_freq": torch.zeros(16)}, "inv_freq is"),
         ({"block_size": 20}, "block_size=20"),
         ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is"),
-        ({"q_rope": torch.zeros(1, 4, 70, 16)}, "k_rope is None"),
+        ({"num_keys": 90}, "pooled_k.shape="),
+        ({"pooled_k": torch.zeros(1, 2, 5, 8)}, "pooled_k.shape="),
+        ({"pooled_k": torch.zeros(1, 2, 5, 32, dtype=torch.float64)}, "pooled_k is"),
+        ({"q_rope": torch.zeros(1, 4, 70, 16)}, "key_weight is"),  # of the keys' poolings, the last one would be its
         ({"mean_weight": 0.5}, "mean_weight=0.5"),
-        (
-            {"q_rope": torch.zeros(1, 4, 70, 16), "k_rope": torch.zeros(1, 2, 70, 16), "mean_weight": float("nan")},
-            "mean_weight=nan",
-        ),
-        ({"q_rope": torch.zeros(1, 4, 70, 8), "k_rope": torch.zeros(1, 2, 70, 16)}, "q_rope is"),
+        ({"q_rope": torch.zeros(1, 4, 70, 8)}, "q_rope is"),
     ],
 )
 def test_refuses(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gate_scores(**random_arguments("one gate per query head", "cpu") | change)
+        gate_scores(**pooled(random_arguments("one gate per query head", "cpu")) | change)

@@ -43,11 +43,16 @@ def pool_by_block(x: torch.Tensor, poolings: list[str], block_size: int, start: 
 def test_agrees_with_fp64(tokens, head_size, block_size, start, dtype, backend: Backend, device: str, poisoned: None) -> None:
     x, _, _ = random_qkv(3, 2, 1, tokens, None, head_size, dtype, device)
     starts = None if start is None else torch.tensor(start, device=device)
-    got = pool_blocks(x, NAMES, block_size=block_size, start=starts, backend=backend)
-    exact = pool_by_block(x, NAMES, block_size, start)
+    rotated = x.roll(1, 2).transpose(1, 2).contiguous().transpose(1, 2)
+    got = pool_blocks(x, NAMES, block_size=block_size, start=starts, rotated=rotated, backend=backend)
+    exact = torch.cat([pool_by_block(x, NAMES, block_size, start), pool_by_block(rotated, ["avg"], block_size, start)], -1)
     assert got.dtype == torch.float32
-    assert_within_budget("avg", got[..., :head_size], exact[..., :head_size], exact[..., :head_size].float())
-    assert torch.equal(got[..., head_size:].double(), exact[..., head_size:])  # max and min are exact
+    for name, own in (("avg", slice(head_size)), ("rotated", slice(3 * head_size, None))):
+        assert_within_budget(name, got[..., own], exact[..., own], exact[..., own].float())
+    own = slice(head_size, 3 * head_size)
+    assert torch.equal(got[..., own].double(), exact[..., own])  # max and min are exact
+    alone = pool_blocks(x, NAMES, block_size=block_size, start=starts, backend=backend)
+    assert torch.equal(alone, got[..., : 3 * head_size])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -69,7 +74,7 @@ def test_operator(backend: Backend, device: str) -> None:
     from msattn.kernels import pool_blocks as module
 
     x, start = torch.randn(2, 3, 40, 16, device=device), torch.tensor([0, 7], dtype=torch.int32, device=device)
-    arguments, options = (x, "max,avg", 16, start, backend), {"block_size": 16, "start": start, "backend": backend}
+    arguments, options = (x, "max,avg", 16, start, None, backend), {"block_size": 16, "start": start, "backend": backend}
     shared.assert_operator(module._operator, arguments, pool_blocks, x, ["max", "avg"], **options)
     shared.assert_no_gradient(pool_blocks, x, ["avg"], block_size=16, backend=backend)
 
@@ -86,6 +91,7 @@ def test_operator(backend: Backend, device: str) -> None:
         ({"block_size": 20}, "block_size=20"),
         ({"start": torch.zeros(3, dtype=torch.int32)}, "start is"),
         ({"start": torch.zeros(2)}, "start is"),
+        ({"rotated": torch.zeros(2, 1, 39, 16)}, "rotated is"),
         ({"start": torch.tensor([0, 41])}, "start="),
     ],
 )

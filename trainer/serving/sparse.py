@@ -158,7 +158,7 @@ class Sparse(NotCopied):
         return x.cache
 
     def _with_pooled_keys(self, x: LayerInputs) -> LayerInputs | None:
-        """Returns ``x`` with the pooled keys that a gate needs after cached tokens; None if they are not known."""
+        """Returns ``x`` with the pooled keys that the cache keeps for a gate; None if those that it needs are not known."""
         whole_prompt = x.num_queries == x.num_keys
         if self.gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
             return x
@@ -171,7 +171,7 @@ class Sparse(NotCopied):
                 pooled = x.cache.pool_keys(self.gate.cfg.cached_pools, self.gate.cfg.block_size, x, self.rotation)
         except KeysNotKnown:
             return None
-        return x if whole_prompt else replace(x, pooled_keys=pooled)
+        return replace(x, pooled_keys=pooled)
 
     def bucket_layers(self, cache: Any) -> list[BucketLayer]:
         """Returns the routed layers of a cache."""

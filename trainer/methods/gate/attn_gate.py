@@ -17,7 +17,6 @@ from annotated_types import Interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.common.checks import first_query
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
@@ -25,7 +24,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, last_row, row_span, visible_blocks
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, row_span
 from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
@@ -96,22 +95,6 @@ class AttnGate(nn.Module):
         if cfg.qk_norm:
             self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2))
 
-    def pooled_inputs(self, q_nope: Tensor, k_nope: Tensor, kv_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns pooled queries fp32 ``[B, Hg, Tr, shared * pools * D]`` and keys fp32 ``[B, Hkv, Tc, pools * D]``."""
-        pooled_q = self.pooled_queries(q_nope, k_nope.shape[2], kv_start)
-        return pooled_q, pool_blocks(k_nope, self.cfg.k_pool, block_size=self.cfg.block_size, start=kv_start)
-
-    def pooled_queries(self, q_nope: Tensor, num_keys: int, kv_start: Tensor | None = None) -> Tensor:
-        """Returns the pooled queries of :meth:`pooled_inputs`; ``q_nope`` are the last of ``num_keys`` positions."""
-        first = first_query(q_nope.shape[2], num_keys, kv_start, q_nope.device)
-        pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=self.cfg.block_size, start=first)
-        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
-
-    def single_queries(self, q_nope: Tensor) -> Tensor:
-        """Returns queries ``[B, Hq, n, D]`` as :meth:`pooled_queries` does blocks: every pooling of one query is the query."""
-        pooled_q = q_nope.float().repeat(1, 1, 1, len(self.cfg.q_pool))
-        return pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
-
     def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
         """Computes block scores before masking and softmax: fp32 ``[B, Hg, Tr, Tc]``, for ``Hg`` gate heads.
 
@@ -119,24 +102,14 @@ class AttnGate(nn.Module):
         and after a q/k norm. ``inv_freq`` are those of the gate, None in a layer without RoPE; ``kv_start`` int32 ``[B]`` is
         the left padding.
         """
+        num_queries, num_keys, size = q_nope.shape[2], k_nope.shape[2], self.cfg.block_size
         with torch.no_grad():
-            pooled_q, pooled_k = self.pooled_inputs(q_nope, k_nope, kv_start)
-        num_queries, num_keys = q_nope.shape[2], k_nope.shape[2]
-        return self.pooled_logits(pooled_q, pooled_k, num_queries, num_keys, inv_freq=inv_freq, kv_start=kv_start)
-
-    def pooled_logits(
-        self,
-        pooled_q: Tensor,
-        pooled_k: Tensor,
-        num_queries: int,
-        num_keys: int,
-        *,
-        inv_freq: Tensor | None,
-        kv_start: Tensor | None = None,
-    ) -> Tensor:
-        """Computes the result of :meth:`forward` from its :meth:`pooled_inputs`."""
-        rows, _ = row_span(num_queries, num_keys, self.cfg.block_size, kv_start, pooled_q.device)
-        with torch.autocast(pooled_q.device.type, enabled=False):
+            first = first_query(num_queries, num_keys, kv_start, q_nope.device)
+            pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=size, start=first)
+            pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+            pooled_k = pool_blocks(k_nope, self.cfg.k_pool, block_size=size, start=kv_start)
+        rows, _ = row_span(num_queries, num_keys, size, kv_start, q_nope.device)
+        with torch.autocast(q_nope.device.type, enabled=False):
             return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
 
     def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
@@ -172,10 +145,8 @@ def pool_keys(pools: Sequence[str], k_nope: Tensor, k: Tensor, *, block_size: in
 
     Returns fp32 ``[B, Hkv, blocks, len(pools) * D]``; ``start`` as in ``pool_blocks``.
     """
-    pooled = pool_blocks(k_nope, [name for name in pools if name != "rope"], block_size=block_size, start=start)
-    if "rope" not in pools:
-        return pooled
-    return torch.cat([pooled, pool_blocks(k, ["avg"], block_size=block_size, start=start)], dim=-1)
+    of_keys = [name for name in pools if name != "rope"]
+    return pool_blocks(k_nope, of_keys, block_size=block_size, start=start, rotated=k if "rope" in pools else None)
 
 
 @dataclass(frozen=True)
@@ -292,88 +263,33 @@ class Gate(GateArtifact):
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
-    def scores(self, x: "LayerInputs") -> Tensor:
+    def scores(self, x: "LayerInputs", *, last_queries: bool = False) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
         RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
-        After cached keys ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
+        ``last_queries`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. After cached keys ``x.pooled_keys`` stand for all
+        keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
-        layer, cfg = cast(AttnGate, self.layers[x.layer]), self.cfg
-        if x.pooled_keys is not None:
-            pooled_q = layer.pooled_queries(x.q_nope, x.num_keys, x.kv_start)
-            pooled_k, mean_k = self._split(x.pooled_keys, x)
-            inputs = (pooled_q, pooled_k, x.num_queries, x.num_keys)
-            logits = layer.pooled_logits(*inputs, inv_freq=self._inv_freq(x), kv_start=x.kv_start)
-            if mean_k is not None:
-                first = first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
-                mean_q = pool_blocks(x.q, ["avg"], block_size=cfg.block_size, start=first)
-                logits += self._mean_products(x, mean_q, mean_k)
-            return block_softmax(logits, visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device))
-        check_keys(x)
-        q_rope, k_rope = (x.q, x.k) if cfg.mean_weight else (None, None)
+        layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
+        queries, keys = self._inputs(x)
+        if pooled is None:
+            check_keys(x)
+            pooled = pool_keys(cfg.cached_pools, keys, x.k, block_size=cfg.block_size, start=x.kv_start)
         return gate_scores(
-            *self._inputs(x),
+            queries,
+            pooled,
             layer.query_weight,
             layer.key_weight,
             self._inv_freq(x),
             q_pool=cfg.q_pool,
-            k_pool=cfg.k_pool,
+            num_keys=x.num_keys,
             block_size=cfg.block_size,
             kv_start=x.kv_start,
-            q_rope=q_rope,
-            k_rope=k_rope,
+            q_rope=x.q if cfg.mean_weight else None,
             mean_weight=cfg.mean_weight * x.scale,
+            last_queries=last_queries,
         )
-
-    @torch.no_grad()
-    def scores_of_last_queries(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
-        """Computes the block probabilities of each of the last ``block_size`` queries by itself.
-
-        They are rotated to the first position of the last row block, as its pooled queries are. Returns scores fp32
-        ``[B, Hg, n, Tc]``, 0 for queries of padding, and the last row block, int64 ``[B | 1]``.
-        """
-        layer, size = cast(AttnGate, self.layers[x.layer]), self.cfg.block_size
-        inputs_q, _ = self._inputs(x)
-        keys, mean_k = self._split(self._pooled_keys(x), x)
-        rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-        row = last_row(rows)
-        queries = layer.single_queries(inputs_q[:, :, -size:])
-        with torch.autocast(x.q.device.type, enabled=False):
-            first = rows.first.gather(1, row[:, None])
-            projected = layer.project_queries(queries, first.expand(-1, queries.shape[2]), self._inv_freq(x))
-            logits = projected @ layer.project_keys(keys, self._inv_freq(x)).transpose(-1, -2)
-        if mean_k is not None:
-            logits += self._mean_products(x, x.q[:, :, -size:].float(), mean_k)
-        return block_softmax(logits, self._seen(x, queries.shape[2])), row
-
-    def _pooled_keys(self, x: "LayerInputs") -> Tensor:
-        """Returns the pooled keys of all blocks, fp32 ``[B, Hkv, Tc, P]``."""
-        if x.pooled_keys is not None:
-            return x.pooled_keys
-        check_keys(x)
-        of_blocks = {"block_size": self.cfg.block_size, "start": x.kv_start}
-        return pool_keys(self.cfg.cached_pools, self._inputs(x)[1], x.k, **of_blocks)
-
-    def _split(self, pooled: Tensor, x: "LayerInputs") -> tuple[Tensor, Tensor | None]:
-        """Returns the poolings of keys that are projected, and their means after RoPE, if the gate adds their products."""
-        if not self.cfg.mean_weight:
-            return pooled, None
-        size = x.q.shape[3]
-        return pooled[..., :-size], pooled[..., -size:]
-
-    def _mean_products(self, x: "LayerInputs", q: Tensor, mean_k: Tensor) -> Tensor:
-        """Returns weighted products of queries ``[B, Hq, n, D]`` and means of keys ``[B, Hkv, Tc, D]``: ``[B, Hg, n, Tc]``."""
-        layer, groups = cast(AttnGate, self.layers[x.layer]), mean_k.shape[1]
-        q = q.unflatten(1, (layer.heads, -1)).mean(2) * (self.cfg.mean_weight * x.scale)
-        return (q.unflatten(1, (groups, -1)).flatten(2, 3) @ mean_k.mT).unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-
-    def _seen(self, x: "LayerInputs", queries: int) -> Tensor:
-        """Returns the blocks with a key that each of the last ``queries`` sees, bool ``[B | 1, 1, queries, Tc]``."""
-        start = x.q.new_zeros(1, dtype=torch.long) if x.kv_start is None else x.kv_start.long()
-        positions = torch.arange(x.num_keys - queries, x.num_keys, device=x.q.device) - start[:, None]
-        blocks = torch.arange(0, x.num_keys, self.cfg.block_size, device=x.q.device)
-        return (blocks <= positions[..., None])[:, None]
 
     def _inputs(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
         """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline after the model's."""
@@ -408,12 +324,7 @@ class GateScores:
         return False
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        scores = self.gate.scores(x)
-        if self.last_block == "pooled" or not x.ends_prompt:
-            return scores
-        single, row = self.gate.scores_of_last_queries(x)
-        row = row[:, None, None, None].expand(*scores.shape[:2], 1, scores.shape[3])
-        return scores.scatter_reduce(2, row, single.amax(2, keepdim=True), "amax")
+        return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)
 
 
 scorer = GateScores

@@ -40,10 +40,11 @@ class PooledKeys:
             tail = keys_before_rope(x, first, rotation)
             offset = None if starts is None else starts + known * size - first
             parts.append(pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset))
-        pooled = torch.cat(parts, dim=2)
+        pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
-        return F.pad(pooled, (0, 0, 0, -(-x.num_keys // size) - pooled.shape[2]))
+        missing = -(-x.num_keys // size) - pooled.shape[2]  # of sequences with padding
+        return F.pad(pooled, (0, 0, 0, missing)) if missing else pooled
 
     def crop(self, num_keys: int) -> None:
         """Keeps the blocks that are complete among the first ``num_keys`` keys."""
