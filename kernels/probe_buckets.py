@@ -227,5 +227,7 @@ def _select_kernel(
     if reached != probes:  # scores equal to `low` tie: take the first
         last = (bits == low).to(tl.int32)
         is_selected = is_selected & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
-    place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
+    # Buckets come first, then the places that are left: a reader takes 64 places at a time, and most rows fill the first ones.
+    live, left = is_selected & (found >= 0), is_selected & (found < 0)
+    place = tl.where(live, tl.cumsum(live.to(tl.int32), 0), tl.sum(live.to(tl.int32), 0) + tl.cumsum(left.to(tl.int32), 0)) - 1
     tl.store(selected_ptr + (batch * tl.num_programs(0) + kv_head) * probes + place, found, mask=is_selected & (place < probes))

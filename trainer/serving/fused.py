@@ -15,6 +15,7 @@ from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.stand_ins import NotCopied, replaced
+from msattn.trainer.serving.graphs import concurrently
 
 
 @contextmanager
@@ -47,7 +48,8 @@ class FusedMLP(_Fused):
     def __call__(self, x: Tensor) -> Tensor:
         if not _is_fusable(x, x):
             return self.original(x)
-        return self.module.down_proj(gated_silu(self.module.gate_proj(x), self.module.up_proj(x)))
+        gate, up = concurrently(x, lambda: self.module.gate_proj(x), lambda: self.module.up_proj(x))
+        return self.module.down_proj(gated_silu(gate, up))
 
 
 def _is_fusable(x: Tensor, weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Step:
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
         if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
             return False
-        return all(mine is current for mine, current in zip(self.buffers, buffers_of(cache), strict=True))
+        return all(map(is_, self.buffers, buffers_of(cache)))  # on the way to each token
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
         """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
@@ -120,6 +121,23 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             current.wait_stream(stream)
+
+
+def concurrently(x: Tensor, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Returns the results of two functions of ``x``, whose kernels a graph runs beside each other.
+
+    One product of a single token does not draw the whole bandwidth of the memory.
+    """
+    captures = side_stream(x.device, "captures") if x.is_cuda else None
+    if captures is None or torch.cuda.current_stream(x.device) != captures:
+        return first(), second()
+    side = side_stream(x.device, "products")
+    side.wait_stream(captures)
+    with torch.cuda.stream(side):
+        after = second()
+    before = first()
+    captures.wait_stream(side)
+    return before, after
 
 
 @contextmanager

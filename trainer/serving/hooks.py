@@ -123,8 +123,9 @@ class DecoderHooks(NotCopied):
 
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
         """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
-        again = any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers)
-        if output[0].requires_grad and again:
+        if not output[0].requires_grad:
+            return
+        if any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers):
             output[0].register_hook(self._check_attached)
 
     def _check_attached(self, gradient: Tensor) -> None:

@@ -101,7 +101,7 @@ class RoutedDecoding:
 
 def _bucket_sizes(x: LayerInputs) -> Tensor:
     """Returns the numbers of keys in the buckets, ``[B, Hkv, C]``; rows may be queries of one sequence."""
-    return x.cache.index.offsets.diff(dim=-1).expand(len(x.q), -1, -1)
+    return x.cache.sizes.expand(len(x.q), -1, -1)
 
 
 def _whole_window(x: LayerInputs, window: int | Tensor, short: Tensor | None) -> int | Tensor:
@@ -175,13 +175,16 @@ def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
         kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries),
         kv_len=torch.arange(x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device),
         cache=_OneRow(
-            BucketIndex(*(part[one] for part in x.cache.index)), None if x.cache.summaries is None else x.cache.summaries[one]
+            BucketIndex(*(part[one] for part in x.cache.index)),
+            x.cache.sizes[one],
+            None if x.cache.summaries is None else x.cache.summaries[one],
         ),
     )
 
 
 class _OneRow(NamedTuple):
-    """The index and the summaries of one sequence of a :class:`BucketLayer`."""
+    """The index, the sizes of buckets and the summaries of one sequence of a :class:`BucketLayer`."""
 
     index: BucketIndex
+    sizes: Tensor
     summaries: Tensor | None

@@ -41,7 +41,8 @@ class Statistics:
     def __init__(self, timer: PhaseTimer | None = None, reads: int = 1) -> None:
         self.timer, self._reads = timer, reads
         self._counts: Counter[str] = Counter()
-        self._sums: dict[str, Tensor | float] = {}
+        self._sums: Counter[str] = Counter()
+        self._totals: dict[tuple[str, torch.device], Tensor] = {}  # of the values on a device: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
         self._visible = self._read_densely = 0
         self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers
@@ -49,13 +50,15 @@ class Statistics:
 
     def add(self, name: str, value: Tensor | float = 1.0) -> None:
         """Adds a number, or the mean of a tensor, to the values of ``name``."""
-        mean = value.detach().mean(dtype=torch.float64) if isinstance(value, Tensor) else value
         with self._lock:
             self._counts[name] += 1
-            total = self._sums.get(name, 0.0)
-            if isinstance(total, Tensor) and isinstance(mean, Tensor):
-                mean = mean.to(total.device)
-            self._sums[name] = total + mean
+            if not isinstance(value, Tensor):
+                self._sums[name] += value  # type: ignore[assignment]  # pyrefly: ignore[unsupported-operation]
+                return
+            if (name, value.device) not in self._totals:
+                with torch.inference_mode(False):
+                    self._totals[name, value.device] = torch.zeros((), dtype=torch.float64, device=value.device)
+            self._totals[name, value.device] += value.detach().mean(dtype=torch.float64)
 
     def add_sparsity(self, layer: int, value: Tensor | float) -> None:
         """Adds the share of the blocks that a pass did not read in a layer, or the shares of several sequences."""
@@ -64,8 +67,8 @@ class Statistics:
     def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
         """Returns the mean over layers and passes, and that of each layer by its number; None without such passes."""
         with self._lock:
-            names = sorted((name for name in self._sums if name.startswith(OF_LAYER)), key=lambda name: (len(name), name))
-            found = [(int(name.removeprefix(OF_LAYER)), float(self._sums[name]), self._counts[name]) for name in names]
+            names = sorted((name for name in self._counts if name.startswith(OF_LAYER)), key=lambda name: (len(name), name))
+            found = [(int(name.removeprefix(OF_LAYER)), self._sum(name), self._counts[name]) for name in names]
         if not found:
             return None, None
         total = sum(value for _, value, _ in found) / sum(count for *_, count in found)
@@ -83,8 +86,22 @@ class Statistics:
     def mean(self, name: str) -> float | None:
         """Returns the mean of the values of ``name``, or None if there are none."""
         with self._lock:
-            count, total = self._counts[name], self._sums.get(name, 0.0)
-        return float(total) / count if count else None
+            count = self._counts[name]
+            return self._sum(name) / count if count else None
+
+    def _sum(self, name: str) -> float:
+        return self._sums[name] + sum(float(total) for (own, _), total in self._totals.items() if own == name)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How often each name was added or counted."""
+        with self._lock:
+            return self._counts.copy()
+
+    def count_again(self, counts: Counter[str]) -> None:
+        """Counts what a CUDA graph has added when it was captured: a replay adds only what is on the device."""
+        with self._lock:
+            self._counts += counts
 
     def key_counts(self, x: Tensor) -> Tensor:
         """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64 ``[B, Hkv]``, at a fixed address."""
@@ -137,7 +154,7 @@ class Statistics:
     def unchanged(self) -> Iterator[None]:
         """Counts nothing of the block, such as passes that only compile kernels and capture graphs."""
         with self._lock:
-            held = Counter(self._counts), dict(self._sums), self._visible, self._read_densely
+            held = Counter(self._counts), Counter(self._sums), self._visible, self._read_densely
             self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
         try:
@@ -156,7 +173,7 @@ class Statistics:
             torch.cuda.synchronize(device)
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._on_device.values(), *self._key_counts.values()]
+        return [*self._on_device.values(), *self._key_counts.values(), *self._totals.values()]
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Measures the time of the block as one of ``phase``, if there is a timer."""

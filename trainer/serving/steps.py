@@ -28,7 +28,16 @@ from msattn.trainer.models.stand_ins import NotCopied, replaced
 from msattn.trainer.models.tap import TAP, LayerInputs, left_padding
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.fused import fused
-from msattn.trainer.serving.graphs import Step, buffers_of, no_collection, on_capture_stream, side_stream, uncapturable
+from msattn.trainer.serving.graphs import (
+    Step,
+    buffers_of,
+    concurrently,
+    no_collection,
+    on_capture_stream,
+    side_stream,
+    uncapturable,
+)
+from msattn.trainer.serving.prompts import PromptGraphs
 from msattn.trainer.serving.sparse import Sparse
 
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
@@ -60,6 +69,7 @@ class DecodingSteps(NotCopied):
         self.original = decoder.forward
         self.never = _never_steps(decoder)
         self.current = _Current()
+        self.prompts = PromptGraphs(decoder, sparse.statistics) if self.cuda_graphs and self.never is None else None
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
@@ -71,6 +81,8 @@ class DecodingSteps(NotCopied):
         cache: Any = arguments.get("past_key_values")
         inputs = _step_inputs(arguments)
         measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
+        if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
+            return output
         if inputs is None or measured or cache.get_seq_length() == 0 or _tokens(inputs).device.type != self.device_type:
             return self._ordinary_pass(arguments)
         try:
@@ -81,6 +93,27 @@ class DecodingSteps(NotCopied):
             self.sparse.statistics.count("eager_steps")
             output = None
         return self._ordinary_pass(arguments) if output is None else output
+
+    def _prompt(self, arguments: dict[str, Any]) -> Any:
+        """Returns the output of a whole prompt as a graph; None for other passes, and for those that are not captured."""
+        inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
+        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        if self.prompts is None or not self.prompts.serves(inputs, cache):
+            return None
+        try:
+            self._check(arguments)
+        except NoGraph:
+            return None
+        whole = mask is None or (isinstance(mask, Tensor) and mask.shape == _tokens(inputs).shape[:2])
+        if not whole or _padding(mask, None):
+            return None
+
+        def launch(inputs: dict[str, Tensor], cache: Any) -> Tensor:
+            own = {**arguments, **inputs, "past_key_values": cache, "attention_mask": None, "cache_position": None}
+            return self.original(**own).last_hidden_state
+
+        hidden = self.prompts.run(inputs, cache, self._model_state(), launch)
+        return None if hidden is None else BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
         cache: Any = arguments.get("past_key_values")
@@ -289,7 +322,11 @@ class StepAttention(NotCopied):
 def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns queries ``[B, Hq, 1, D]``, keys and values ``[B, Hkv, 1, D]`` of a layer like Llama's, before RoPE."""
     shape = (*hidden_states.shape[:2], -1, attention.head_dim)
-    q, k, v = (getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in "qkv")
+
+    def project(*names: str) -> list[Tensor]:
+        return [getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in names]
+
+    (q,), (k, v) = concurrently(hidden_states, partial(project, "q"), partial(project, "k", "v"))
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

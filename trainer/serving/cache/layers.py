@@ -161,6 +161,7 @@ class BucketLayer(GrowingLayer):
         self.bucket_buffer = Buffer()  # int32 [B, Hkv, M], the bucket of each key that has one; -1 for padding
         self._order = Buffer()
         self._offsets: Tensor | None = None
+        self._sizes: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BucketLayer":
         """Copies everything but the partition, as for a prefix that several conversations share."""
@@ -182,13 +183,19 @@ class BucketLayer(GrowingLayer):
     @property
     def index(self) -> BucketIndex:
         """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
-        if self.keys is None:
-            raise RuntimeError("index: the layer has no keys")
         if self._offsets is None:
-            self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
+            self._store_empty_index()
         assert self._offsets is not None
         assert self._order.memory is not None
         return BucketIndex(self._offsets, self._order.memory)
+
+    @property
+    def sizes(self) -> Tensor:
+        """The number of indexed keys in each bucket, int32 ``[B, Hkv, C]``, kept with the index."""
+        if self._sizes is None:
+            self._store_empty_index()
+        assert self._sizes is not None
+        return self._sizes
 
     def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
         """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
@@ -232,17 +239,28 @@ class BucketLayer(GrowingLayer):
         """Returns whether the index is to be rebuilt after ``new_tokens`` more tokens."""
         return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
 
+    def _store_empty_index(self) -> None:
+        if self.keys is None:
+            raise RuntimeError("index: the layer has no keys")
+        self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
+
     def _store_index(self, buckets: Tensor | None) -> None:
         """Builds the index of ``buckets``, in the memory of the last one if it has room."""
         assert buckets is not None
         offsets, order = build_bucket_index(buckets, self.num_buckets)
         self._order.length = 0
         self._order.append(order)
-        if self._offsets is None or self._offsets.shape != offsets.shape:
-            with torch.inference_mode(False):
-                self._offsets = offsets.clone()  # a tensor of inference mode could not be written outside of it
+        self._keep_offsets(offsets)
+
+    def _keep_offsets(self, offsets: Tensor) -> None:
+        """Keeps the offsets of the index and the sizes of its buckets, in the memory of the last ones if their shape stays."""
+        sizes = offsets.diff(dim=-1)
+        if self._offsets is None or self._sizes is None or self._offsets.shape != offsets.shape:
+            with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+                self._offsets, self._sizes = offsets.clone(), sizes.clone()
         else:
             self._offsets.copy_(offsets)
+            self._sizes.copy_(sizes)
 
     def window(self, recent: int) -> int:
         """Returns the length of the dense window: ``recent``, or the number of keys that are not indexed yet if larger."""
@@ -263,13 +281,11 @@ class BucketLayer(GrowingLayer):
         self.bucket_buffer.select_rows(rows)
         self._order.select_rows(rows)
         if self._offsets is not None:
-            with torch.inference_mode(False):
-                selected = self._offsets.index_select(0, rows.to(self._offsets.device))
-            self._offsets = self._offsets.copy_(selected) if selected.shape == self._offsets.shape else selected
+            self._keep_offsets(self._offsets.index_select(0, rows.to(self._offsets.device)))
 
     def addresses(self) -> tuple[int, ...]:
         """Returns the addresses and sizes of the memory that a captured step reads and writes."""
-        return (*super().addresses(), *(x for part in self.index for x in (part.data_ptr(), part.shape[2])))
+        return (*super().addresses(), *(x for part in (*self.index, self.sizes) for x in (part.data_ptr(), part.shape[2])))
 
 
 class BlockLayer(BucketLayer):

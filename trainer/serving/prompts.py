@@ -1,0 +1,118 @@
+"""Prompts of a small model as CUDA graphs: the host launches its kernels more slowly than they run.
+
+The first prompt of a shape runs as it is. The second one runs where graphs are captured, so that workspaces exist, and then its
+graph is captured; later ones replay it. A graph fills a cache of its own, at fixed addresses, whose layers are copied for each
+prompt while the graph still runs.
+"""
+
+import copy
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.serving.cache.layers import GrowingLayer
+from msattn.trainer.serving.graphs import no_collection, on_capture_stream, uncapturable
+from msattn.trainer.serving.statistics import Statistics
+
+MAX_LAYER_FLOP = 2.5e11  # of the matrix products of a layer: 0.5 ms on an H100. Kernels of larger prompts outlast their launches
+MAX_TOKENS = 16384  # attention is not among these products
+MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
+logger = logging.getLogger(__name__)
+Launch = Callable[[dict[str, Tensor], Any], Tensor]  # launches the kernels of a prompt with these inputs and this cache
+
+
+class PromptGraphs(NotCopied):
+    """The graphs of the prompts of one decoder, by shape; the latest ones are kept."""
+
+    def __init__(self, decoder: Any, statistics: Statistics) -> None:
+        self.decoder, self.statistics = decoder, statistics
+        weights = sum(parameter.numel() for parameter in decoder.layers.parameters()) / len(decoder.layers)
+        self._most_tokens = min(MAX_TOKENS, MAX_LAYER_FLOP / (2 * max(weights, 1)))
+        self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()  # None: the shape was seen once
+        self._lock = Lock()
+
+    def serves(self, inputs: dict[str, Tensor], cache: Any) -> bool:
+        """Returns whether a prompt with an empty cache may become a graph."""
+        tokens = next(iter(inputs.values()), None)
+        if tokens is None or tokens.ndim < 2 or cache is None or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens:
+            return False
+        return all(isinstance(layer, GrowingLayer) and layer.key_buffer.memory is None for layer in cache.layers)
+
+    def run(self, inputs: dict[str, Tensor], cache: Any, state: tuple, launch: Launch) -> Tensor | None:
+        """Fills the cache and returns the last hidden states; None for the first prompt of a shape, and if there is no graph.
+
+        ``state`` is what a graph has fixed of the model.
+        """
+        kinds = tuple((type(layer), layer.max_cache_len) for layer in cache.layers)
+        key = (tuple((name, x.shape, x.dtype) for name, x in inputs.items()), kinds, state)
+        with self._lock:
+            seen, graph = key in self._graphs, self._graphs.pop(key, None)
+            self._graphs[key] = graph
+            if not seen:
+                if len(self._graphs) > MAX_GRAPHS:
+                    self._graphs.popitem(last=False)
+                return None
+            if graph is None:
+                graph = self._graphs[key] = PromptGraph(inputs, cache, self.statistics)
+                return None if uncapturable(self.decoder) else graph.begin(inputs, cache, launch)
+            return graph.replay(inputs, cache)
+
+
+class PromptGraph:
+    """The graph of prompts of one shape: the tensors that it reads and writes, at fixed addresses, and the cache that it fills."""
+
+    def __init__(self, inputs: dict[str, Tensor], cache: Any, statistics: Statistics) -> None:
+        with torch.inference_mode(False):
+            self.inputs = {name: torch.zeros_like(x) for name, x in inputs.items()}
+        self.cache: Any = copy.deepcopy(cache)  # without tokens
+        self.statistics, self.counts = statistics, Counter[str]()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.hidden: Tensor | None = None
+        self.done = torch.cuda.Event()  # the last prompt's results are copied
+
+    def begin(self, inputs: dict[str, Tensor], cache: Any, launch: Launch) -> Tensor:
+        """Runs a prompt where the graph is captured, and captures it; without a graph later prompts run as they are."""
+        device, began = next(iter(inputs.values())).device, time.monotonic()
+        with on_capture_stream(device):
+            hidden = launch(inputs, cache)
+        before = self.statistics.counts
+        try:
+            with on_capture_stream(device), no_collection():
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self.hidden = launch(self.inputs, self.cache)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.cache = self.hidden = None
+            logger.info(f"prompts: no CUDA graph: {' '.join(str(error).split())[:200]}")
+        else:
+            self.graph = graph
+            logger.info(f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s ({tuple(inputs)})")
+        self.counts = self.statistics.counts - before
+        self.statistics.count_again(Counter({name: -times for name, times in self.counts.items()}))  # nothing has run
+        self.done.record()
+        return hidden
+
+    def replay(self, inputs: dict[str, Tensor], cache: Any) -> Tensor | None:
+        """Replays the graph and copies its results; None without a graph."""
+        if self.graph is None or self.hidden is None:
+            return None
+        self.done.wait()
+        for name, x in inputs.items():
+            self.inputs[name].copy_(x)
+        self.graph.replay()
+        with torch.inference_mode(False), torch.no_grad():
+            cache.layers = copy.deepcopy(self.cache.layers)
+        hidden = self.hidden.clone()
+        self.done.record()
+        self.statistics.count_again(self.counts)
+        return hidden
