@@ -9,8 +9,8 @@ run. These functions launch one kernel each, and round exactly where the modules
 
 They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in this file too.
 
-Tiles: BR rows, BD columns of a row, BN elements, BH half a head. Prefixes: o_ offset, m_ mask, b_ tile. Grids:
-(rows), (row and block of it), (head, sequence).
+Tiles: BR rows, BD columns of a row, BN elements or tokens, BH half a head. Prefixes: o_ offset, m_ mask, b_ tile. Grids:
+(rows), (row and block of it), (head, sequence, tokens).
 """
 
 import math
@@ -26,6 +26,7 @@ from msattn.kernels.types import Backend
 MAX_ROW = 2**14  # elements: one program holds a whole row
 MAX_SMALL_TILE_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
 SMALL_TILE, LARGE_TILE = 512, 4096
+TOKENS = 16  # of a head that a program rotates
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:
@@ -67,20 +68,20 @@ def rotate_and_append(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor,
+    position: Tensor | int,
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Applies RoPE to one new token per sequence and writes its key and value to the cache.
+    """Applies RoPE to the new tokens of each sequence and writes their keys and values to the cache.
 
-    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``. ``q [B, Hq, 1, D]``, ``k`` and
-    ``v [B, Hkv, 1, D]`` are before RoPE, fp32, fp16 or bf16 (fp64 on the torch backend); strided views are not copied. ``cos``
-    and ``sin``, ``[B | 1, 1, D]`` in q's dtype, have both halves filled, as the rotary embedding of a model returns them. The
-    cache, ``keys`` and ``values [B, Hkv, capacity, D]``, is written at ``position`` only, int64 ``[1]`` on q's device, and not
-    at all for a position outside it; a captured CUDA graph serves any position.
+    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``. ``q [B, Hq, N, D]``, ``k`` and
+    ``v [B, Hkv, N, D]`` are before RoPE, fp32, fp16 or bf16 (fp64 on the torch backend); strided views are not copied. ``cos``
+    and ``sin``, ``[B | 1, N, D]`` in q's dtype, have both halves filled, as the rotary embedding of a model returns them. The
+    cache, ``keys`` and ``values [B, Hkv, capacity, D]``, is written from ``position`` on, an int, or int64 ``[1]`` on q's
+    device, and not at all at positions outside it; with a tensor a captured CUDA graph serves any position.
 
-    Returns the query after RoPE, contiguous. Raises ValueError for an invalid argument, NotImplementedError if a gradient is
-    required.
+    Returns the queries after RoPE, of one token after another in memory: ``[B, N, Hq, D]``, transposed. Raises ValueError for
+    an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
     _check_rotate_and_append(q, k, v, cos, sin, keys, values, position)
@@ -88,11 +89,11 @@ def rotate_and_append(
         with torch.cuda.device_of(q):
             return launch_rotate_and_append(q, k, v, cos, sin, keys, values, position)
     cos, sin = cos[:, None], sin[:, None]
-    inside = (position >= 0) & (position < keys.shape[2])
-    at = position.clamp(0, keys.shape[2] - 1)
+    at = torch.arange(q.shape[2], device=q.device) + position
+    inside = (at >= 0) & (at < keys.shape[2])
     for cache, x in ((keys, _apply_rope(k, cos, sin)), (values, v)):
-        cache.index_copy_(2, at, torch.where(inside, x, cache.index_select(2, at)))
-    return _apply_rope(q, cos, sin).contiguous()
+        cache[:, :, at[inside]] = x[:, :, inside]
+    return _apply_rope(q, cos, sin).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,16 +118,15 @@ def _check_gated_silu(gate: Tensor, up: Tensor) -> None:
 
 
 def _check_rotate_and_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | int
 ) -> None:
     check_qkv(q, k, v)
-    (batch, heads, num_keys, head), dtype = k.shape, q.dtype
-    for name, x in (("q", q), ("k", k)):
-        if x.shape[2] != 1:
-            raise ValueError(f"{name}.shape={tuple(x.shape)}: expected one token per sequence, [batch, heads, 1, head size]")
+    (batch, heads, tokens, head), dtype = k.shape, q.dtype
+    if q.shape[2] != tokens:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected {tokens} tokens, as k")
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.dtype != dtype or x.dim() != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (num_keys, head):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch} or 1, 1, {head}]")
+        if x.dtype != dtype or x.dim() != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (tokens, head):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch} or 1, {tokens}, {head}]")
         check_device(name, x, "q", q)
     for name, x in (("keys", keys), ("values", values)):
         if x.dtype != dtype or x.dim() != 4 or x.shape[:2] != (batch, heads) or x.shape[2] < 1 or x.shape[3] != head:
@@ -134,7 +134,8 @@ def _check_rotate_and_append(
         check_device(name, x, "q", q)
     if values.shape != keys.shape:
         raise ValueError(f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}")
-    check_tensor("position", position, torch.int64, (1,), "q", q)
+    if isinstance(position, Tensor):
+        check_tensor("position", position, torch.int64, (1,), "q", q)
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -173,18 +174,21 @@ def launch_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def launch_rotate_and_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | int
 ) -> Tensor:
     """Launches the kernel; the grid depends on shapes alone."""
-    (batch, q_heads, _, head), (kv_heads, capacity) = q.shape, keys.shape[1:3]
-    out = q.new_empty(q.shape)
+    (batch, q_heads, tokens, head), (kv_heads, capacity) = q.shape, keys.shape[1:3]
+    out = q.new_empty((batch, tokens, q_heads, head)).transpose(1, 2)
+    on_device, start = (position, 0) if isinstance(position, Tensor) else (None, position)
+    rows = min(TOKENS, triton.next_power_of_2(tokens))
     # Without fused multiply-adds, which would round once where eager PyTorch rounds twice in fp32.
-    _rotate_and_append_kernel[(q_heads + kv_heads, batch)](
-        q, k, v, cos, sin, keys, values, position, out, q_heads, capacity,
-        *_without_tokens(q), *_without_tokens(k), *_without_tokens(v),
-        *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0, x.stride(2))),
-        *keys.stride(), *values.stride(),
-        HALF=head // 2, BH=triton.next_power_of_2(head // 2), num_warps=1, enable_fp_fusion=False, **pdl_args(q.device),
+    _rotate_and_append_kernel[(q_heads + kv_heads, batch, triton.cdiv(tokens, rows))](
+        q, k, v, cos, sin, keys, values, on_device, out, q_heads, tokens, capacity, start,
+        *q.stride(), *k.stride(), *v.stride(),
+        *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0, *x.stride()[1:])),
+        *keys.stride(), *values.stride(), *out.stride()[:3],
+        HALF=head // 2, BH=triton.next_power_of_2(head // 2), BN=rows, num_warps=1 if rows == 1 else 4, enable_fp_fusion=False,
+        **pdl_args(q.device),
     )  # fmt: skip
     return out
 
@@ -205,11 +209,6 @@ def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:
     if not regular or (x.shape[-1] > 1 and x.stride(-1) != 1):
         return _row_layout(x.contiguous())
     return x, inner, outer[-1][1] if outer else 0, inner_stride
-
-
-def _without_tokens(x: Tensor) -> tuple[int, int, int]:
-    """Returns the strides of ``x [B, H, 1, D]`` without that of its token."""
-    return x.stride(0), x.stride(1), x.stride(3)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])
@@ -253,56 +252,64 @@ def _gated_silu_kernel(
     tl.store(out_ptr + row.to(tl.int64) * cols + col, b_out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["q_heads", "capacity"])
+@triton.jit(do_not_specialize=["q_heads", "tokens", "capacity", "start"])
 def _rotate_and_append_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, capacity,
-    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_kd, stride_vb, stride_vh, stride_vd,
-    stride_cos_b, stride_cos_d, stride_sin_b, stride_sin_d,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, tokens, capacity, start,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_cos_b, stride_cos_n, stride_cos_d, stride_sin_b, stride_sin_n, stride_sin_d,
     stride_keys_b, stride_keys_h, stride_keys_m, stride_keys_d,
-    stride_values_b, stride_values_h, stride_values_m, stride_values_d,
-    HALF: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
+    stride_values_b, stride_values_h, stride_values_m, stride_values_d, stride_out_b, stride_out_h, stride_out_n,
+    HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotates a query head, or rotates a key and copies it and its value to the cache."""
+    """Rotates some tokens of a query head, or rotates keys and copies them and their values to the cache."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = tl.arange(0, BH)
-    mask = first < HALF
-    second = HALF + first
-    cos_ptr += batch * stride_cos_b
-    sin_ptr += batch * stride_sin_b
-    cos_first = tl.load(cos_ptr + first * stride_cos_d, mask=mask, other=0.0)
-    cos_second = tl.load(cos_ptr + second * stride_cos_d, mask=mask, other=0.0)
-    sin_first = tl.load(sin_ptr + first * stride_sin_d, mask=mask, other=0.0)
-    sin_second = tl.load(sin_ptr + second * stride_sin_d, mask=mask, other=0.0)
+    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    o_n, o_d = n.to(tl.int64)[:, None], tl.arange(0, BH)[None, :]
+    mask = (n < tokens)[:, None] & (o_d < HALF)
+    cos_ptrs = cos_ptr + batch * stride_cos_b + o_n * stride_cos_n + o_d * stride_cos_d
+    sin_ptrs = sin_ptr + batch * stride_sin_b + o_n * stride_sin_n + o_d * stride_sin_d
+    cos_first, cos_second = _halves(cos_ptrs, HALF * stride_cos_d, mask)
+    sin_first, sin_second = _halves(sin_ptrs, HALF * stride_sin_d, mask)
     if head < q_heads:
-        q_ptr += batch * stride_qb + head.to(tl.int64) * stride_qh
-        q_first, q_second = _rotated(q_ptr, stride_qd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
-        out_ptr += (batch * q_heads + head) * (2 * HALF)
-        tl.store(out_ptr + first, q_first, mask=mask)
-        tl.store(out_ptr + second, q_second, mask=mask)
+        q_ptrs = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh + o_n * stride_qn + o_d * stride_qd
+        q_first, q_second = _halves(q_ptrs, HALF * stride_qd, mask)
+        q_first, q_second = _rotated(q_first, q_second, cos_first, cos_second, sin_first, sin_second)
+        out_ptrs = out_ptr + batch * stride_out_b + head * stride_out_h + o_n * stride_out_n + o_d
+        tl.store(out_ptrs, q_first, mask=mask)
+        tl.store(out_ptrs + HALF, q_second, mask=mask)
     else:
         kv_head = (head - q_heads).to(tl.int64)
-        position = tl.load(position_ptr)
-        k_ptr += batch * stride_kb + kv_head * stride_kh
-        v_ptr += batch * stride_vb + kv_head * stride_vh
-        v_first = tl.load(v_ptr + first * stride_vd, mask=mask, other=0.0)
-        v_second = tl.load(v_ptr + second * stride_vd, mask=mask, other=0.0)
-        k_first, k_second = _rotated(k_ptr, stride_kd, cos_first, cos_second, sin_first, sin_second, first, second, mask)
+        position = o_n + start
+        if position_ptr is not None:
+            position = o_n + tl.load(position_ptr)
+        k_ptrs = k_ptr + batch * stride_kb + kv_head * stride_kh + o_n * stride_kn + o_d * stride_kd
+        v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + o_n * stride_vn + o_d * stride_vd
+        k_first, k_second = _halves(k_ptrs, HALF * stride_kd, mask)
+        v_first, v_second = _halves(v_ptrs, HALF * stride_vd, mask)
+        k_first, k_second = _rotated(k_first, k_second, cos_first, cos_second, sin_first, sin_second)
         m_write = mask & (position >= 0) & (position < capacity)
-        keys_ptr += batch * stride_keys_b + kv_head * stride_keys_h + position * stride_keys_m
-        values_ptr += batch * stride_values_b + kv_head * stride_values_h + position * stride_values_m
-        tl.store(keys_ptr + first * stride_keys_d, k_first, mask=m_write)
-        tl.store(keys_ptr + second * stride_keys_d, k_second, mask=m_write)
-        tl.store(values_ptr + first * stride_values_d, v_first, mask=m_write)
-        tl.store(values_ptr + second * stride_values_d, v_second, mask=m_write)
+        keys_ptrs = keys_ptr + batch * stride_keys_b + kv_head * stride_keys_h
+        keys_ptrs += position * stride_keys_m + o_d * stride_keys_d
+        values_ptrs = values_ptr + batch * stride_values_b + kv_head * stride_values_h
+        values_ptrs += position * stride_values_m + o_d * stride_values_d
+        tl.store(keys_ptrs, k_first, mask=m_write)
+        tl.store(keys_ptrs + HALF * stride_keys_d, k_second, mask=m_write)
+        tl.store(values_ptrs, v_first, mask=m_write)
+        tl.store(values_ptrs + HALF * stride_values_d, v_second, mask=m_write)
 
 
 @triton.jit
-def _rotated(x_ptr, stride_d, cos_first, cos_second, sin_first, sin_second, first, second, mask):
-    """Loads a head and returns both of its halves after RoPE, in its dtype."""
-    x_first = tl.load(x_ptr + first * stride_d, mask=mask, other=0.0)
-    x_second = tl.load(x_ptr + second * stride_d, mask=mask, other=0.0)
+def _halves(ptrs, half, mask):
+    """Loads both halves of heads."""
+    return tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + half, mask=mask, other=0.0)
+
+
+@triton.jit
+def _rotated(x_first, x_second, cos_first, cos_second, sin_first, sin_second):
+    """Returns both halves of heads after RoPE, in their dtype."""
     return (
         (_rounded_product(x_first, cos_first) - _rounded_product(x_second, sin_first)).to(x_first.dtype),
         (_rounded_product(x_second, cos_second) + _rounded_product(x_first, sin_second)).to(x_first.dtype),

@@ -76,16 +76,16 @@ def gate_scores(
         Weight of the products of their block means with those of the keys in the logits, without them 0; the queries' mean is
         also over the heads of a gate head.
     last_queries : bool
-        Also scores each of the last ``block_size`` queries by itself, as a block of this query alone at the position of the last
-        row block, over the blocks that it sees. The last row block gets the largest of their probabilities and its own.
+        Also scores each of the last ``block_size`` queries by itself, over the blocks that it sees, as a block of this query
+        alone at the position of the last row block. That row block gets the largest of their probabilities and its own.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1, the last one with
-        ``last_queries`` to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
+        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1, the last one
+        with ``last_queries`` to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
 
     Raises
     ------
@@ -126,21 +126,21 @@ def launch(
     pooled_k = pooled_k.contiguous()
     gate_q = pooled_q.new_empty((batch, heads, rows + single, hidden))
     gate_k = pooled_q.new_empty((batch, heads, cols, hidden))
-    means = mean_q, mean_k = (None, None)
+    mean_q, mean_k = None, None
     if q_rope is not None:
-        means = mean_q, mean_k = gate_q.new_empty((batch, heads, rows + single, head)), pooled_k[..., k_width:]
+        mean_q, mean_k = gate_q.new_empty((batch, heads, rows + single, head)), pooled_k[..., k_width:]
     lengths = num_queries, num_keys, num_keys - num_queries
     tiles = triton.cdiv(rows + single, ROWS) + triton.cdiv(cols, ROWS)
     _project_kernel[(heads, tiles, batch)](
         pooled_q, pooled_k, query_weight, key_weight, inv_freq, kv_start, gate_q, gate_k, mean_q,
         q_heads, kv_heads, *lengths, rows, rows + single, cols, hidden**-0.5 * LOG2_E, mean_weight * LOG2_E,
-        HEAD=head, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads, HIDDEN=hidden,
+        HEAD=head, MEANS=0 if q_rope is None else head, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads, HIDDEN=hidden,
         PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size, ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     unroll = hidden + (head if q_rope is not None else 0) <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, *means, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
-        HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, SINGLE=block_size if single else 0,
+        gate_q, gate_k, mean_q, mean_k, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
+        HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, SINGLE=single > 0,
         ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
     )  # fmt: skip
     return scores
@@ -160,15 +160,18 @@ _operator = register_op("gate_scores", launch, _reference, _empty, no_gradient="
 
 @triton.jit(do_not_specialize=["q_heads", "kv_heads", "num_queries", "num_keys", "offset", "rows", "q_rows", "cols"])
 def _project_kernel(
-    pooled_q_ptr, pooled_k_ptr, query_weight_ptr, key_weight_ptr, inv_freq_ptr, kv_start_ptr, gate_q_ptr, gate_k_ptr, mean_q_ptr,
+    pooled_q_ptr, pooled_k_ptr, query_weight_ptr, key_weight_ptr, inv_freq_ptr, kv_start_ptr,
+    gate_q_ptr, gate_k_ptr, mean_q_ptr,
     q_heads, kv_heads, num_queries, num_keys, offset, rows, q_rows, cols, scale, mean_scale,
-    HEAD: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr,
-    PAIRS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    HEAD: tl.constexpr, MEANS: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    HIDDEN: tl.constexpr, PAIRS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Projects and rotates some rows of a gate head: query blocks, then single queries, or key blocks."""
+    """Projects and rotates some rows of a gate head: query blocks, then single queries, or key blocks.
+
+    MEANS channels after the pooled ones, HEAD or 0, are means after the model's RoPE.
+    """
     h, tile, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads, q_tiles = tl.num_programs(0), tl.cdiv(q_rows, ROWS)
-    MEANS: tl.constexpr = HEAD if mean_q_ptr is not None else 0
     if tile < q_tiles:
         t = tile * ROWS + tl.arange(0, ROWS)
         _, _, _, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
@@ -255,17 +258,18 @@ def _map_kernel(
     base, inverse_sum = _row_statistics(
         q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
     )
+    last_row = tl.maximum(queries - 1, 0) // BLOCK
+    holds_last = last_row // ROWS == tile
+    r_single = rows + tl.arange(0, BLOCK)
+    position = num_queries - q_rows + r_single - first_query + delta  # below delta: a query of padding
+    is_query = (r_single < q_rows) & (position >= delta) & holds_last
+    end_single = tl.where(is_query, tl.cdiv(tl.minimum(position + 1, keys), BLOCK), 0)
+    base_single, inverse_single = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if SINGLE:
-        last_row = tl.maximum(queries - 1, 0) // BLOCK
-        holds_last = last_row // ROWS == tile
-        j = tl.arange(0, SINGLE)
-        r_single = rows + j
-        position = num_queries - (q_rows - rows) + j - first_query + delta  # below delta: a query of padding
-        is_query = (r_single < q_rows) & (position >= delta) & holds_last
-        end_single = tl.where(is_query, tl.cdiv(tl.minimum(position + 1, keys), BLOCK), 0)
         base_single, inverse_single = _row_statistics(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, end_single, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
-        )
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, end_single, q_rows, cols,
+            HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
+        )  # fmt: skip
 
     scores_ptr += (head * rows + r[:, None]) * cols
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
@@ -273,7 +277,7 @@ def _map_kernel(
             q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
         )
         p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
-        if SINGLE:
+        if SINGLE:  # noqa: SIM102  # at compile time
             if holds_last:
                 s_single = _logits(
                     q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, start, end_single, q_rows, cols,
@@ -338,9 +342,7 @@ def _add_products(
 
 
 @triton.jit
-def _add_part(
-    s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr
-):
+def _add_part(s, q_ptr, k_ptr, r, c, rows, cols, first, WIDTH: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr):
     d = first + tl.arange(0, DEPTH)[None, :]
     q = tl.load(q_ptr + r[:, None] * WIDTH + d, mask=(r < rows)[:, None] & (d < WIDTH), other=0.0)
     k = tl.load(k_ptr + c[:, None] * K_STRIDE + d, mask=(c < cols)[:, None] & (d < WIDTH), other=0.0)

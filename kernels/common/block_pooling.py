@@ -22,9 +22,7 @@ def empty_result(
     return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size + single, size), dtype=statistics_dtype(x))
 
 
-def launch(
-    x: Tensor, poolings: str, block_size: int, start: Tensor | None, rotated: Tensor | None, single: int = 0
-) -> Tensor:
+def launch(x: Tensor, poolings: str, block_size: int, start: Tensor | None, rotated: Tensor | None, single: int = 0) -> Tensor:
     """Launches the kernel for ``poolings`` such as "avg,max", as an operator has no lists of strings.
 
     After the blocks follow the last ``single`` tokens, each pooled by itself.
@@ -44,8 +42,9 @@ def launch(
 
 @triton.jit(do_not_specialize=["stride_start", "heads", "blocks", "tokens", "single"])
 def _pool_blocks_kernel(
-    x_ptr, rotated_ptr, pooled_ptr, start_ptr, stride_b, stride_h, stride_n, stride_d, stride_rb, stride_rh, stride_rn, stride_rd,
-    stride_start, heads, blocks, tokens, single,
+    x_ptr, rotated_ptr, pooled_ptr, start_ptr,
+    stride_b, stride_h, stride_n, stride_d, stride_rb, stride_rh, stride_rn, stride_rd, stride_start,
+    heads, blocks, tokens, single,
     HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_POOLINGS: tl.constexpr,
     AVG: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
 ):  # fmt: skip

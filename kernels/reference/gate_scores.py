@@ -28,7 +28,7 @@ def gate_scores(
     check_gate_scores(
         q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, kv_start, q_rope, mean_weight
     )
-    (num_queries, head), (_, hidden, k_width) = q.shape[2:], key_weight.shape
+    num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
     rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]
     cols = torch.arange(0, num_keys, block_size, device=q.device)[None]

@@ -268,9 +268,10 @@ def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
         op.launch_gated_silu(x, x)
     halves = torch.zeros(3, 2 * cols, dtype=dtype).chunk(2, dim=-1)
     op.launch_gated_silu(*halves)
-    q, k, v = random_qkv(2, 4, 2, 1, 1, head_size, dtype)
-    cache, cos = torch.zeros(2, 2, 5, head_size, dtype=dtype), torch.zeros(1, 1, head_size, dtype=dtype)
-    op.launch_rotate_and_append(q, k, v, cos, cos, cache, cache, torch.zeros(1, dtype=torch.int64))
+    for tokens, position in ((1, torch.zeros(1, dtype=torch.int64)), (100, 0)):
+        q, k, v = random_qkv(2, 4, 2, tokens, tokens, head_size, dtype)
+        cache, cos = torch.zeros(2, 2, 200, head_size, dtype=dtype), torch.zeros(1, tokens, head_size, dtype=dtype)
+        op.launch_rotate_and_append(q, k, v, cos, cos, cache, cache, position)
 
 
 def _unrotate(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -120,12 +120,13 @@ def test_gated_silu_of_extreme_numbers(backend: Backend, device: str) -> None:
 
 
 def step(
-    batch: int, q_heads: int, kv_heads: int, head: int, dtype: torch.dtype, device: str, capacity: int = 6, angles: int = 1
+    batch: int, q_heads: int, kv_heads: int, head: int, dtype: torch.dtype, device: str, angles: int = 1, tokens: int = 1
 ) -> dict[str, Any]:
     """Returns arguments of `rotate_and_append`: slices of a fused projection, and a cache of NaN that is a view itself."""
-    fused = random(batch, 1, q_heads + 2 * kv_heads, head, dtype=dtype, device=device).transpose(1, 2)
+    capacity = tokens + 5
+    fused = random(batch, tokens, q_heads + 2 * kv_heads, head, dtype=dtype, device=device).transpose(1, 2)
     q, k, v = fused.split([q_heads, kv_heads, kv_heads], dim=1)
-    angle = torch.randn(angles, 1, head // 2, device=device).repeat(1, 1, 2)
+    angle = torch.randn(angles, tokens, head // 2, device=device).repeat(1, 1, 2)
     keys = torch.full((batch, kv_heads, capacity, head), torch.nan, dtype=dtype, device=device)
     values = torch.full((capacity, batch, kv_heads + 1, head + 8), torch.nan, dtype=dtype, device=device)
     return {
@@ -144,21 +145,29 @@ def step(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "head", "angles"),
-    [(1, 4, 4, 64, 1), (2, 8, 2, 80, 2), (3, 7, 1, 128, 1), (1, 4, 1, 256, 1), (2, 1, 1, 8, 2)],
+    ("batch", "q_heads", "kv_heads", "head", "angles", "tokens"),
+    [(1, 4, 4, 64, 1, 1), (2, 8, 2, 80, 2, 37), (3, 7, 1, 128, 1, 1), (1, 4, 1, 256, 1, 16), (2, 1, 1, 8, 2, 2)],
 )
 def test_rotation_equals_that_of_transformers(
-    batch: int, q_heads: int, kv_heads: int, head: int, angles: int, dtype: torch.dtype, backend: Backend, device: str
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head: int,
+    angles: int,
+    tokens: int,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: str,
 ) -> None:
-    """Bit for bit, with both backends; the cache is written at the position alone."""
-    given = step(batch, q_heads, kv_heads, head, dtype, device, angles=angles)
+    """Bit for bit, with both backends; the cache is written at the positions alone."""
+    given = step(batch, q_heads, kv_heads, head, dtype, device, angles, tokens)
     want_q, want_k = apply_rotary_pos_emb(*(given[name] for name in ("q", "k", "cos", "sin")))
     want_keys, want_values = given["keys"].clone(), given["values"].clone()
-    want_keys[:, :, 2:3], want_values[:, :, 2:3] = want_k, given["v"]
+    want_keys[:, :, 2 : 2 + tokens], want_values[:, :, 2 : 2 + tokens] = want_k, given["v"]
     whole = given["values"]._base.clone()  # with the elements that are not in the view
     whole.permute(1, 2, 0, 3)[:, 1:, :, :head].copy_(want_values)
     got = rotate_and_append(**given, backend=backend)
-    assert got.is_contiguous()
+    assert got.transpose(1, 2).is_contiguous()
     assert torch.equal(got, want_q)
     torch.testing.assert_close(given["keys"], want_keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(given["values"]._base, whole, rtol=0, atol=0, equal_nan=True)
@@ -177,10 +186,23 @@ def test_positions_outside_the_cache_are_not_written(position: int, written: boo
         assert cache.isnan().sum() == cache[:, :, 0].numel() * (5 if written else 6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_past_the_end_of_the_cache_are_not_written(backend: Backend, device: str) -> None:
+    given, same = (step(2, 4, 2, 64, torch.float32, device, tokens=20) for _ in range(2))
+    same["q"], same["k"], same["v"] = (given[name] for name in "qkv")
+    rotate_and_append(**given | {"position": 9}, backend=backend)
+    rotate_and_append(**same | {"position": torch.tensor([9], device=device)}, backend=backend)
+    assert given["keys"].isnan().flatten(0, 1).all(-1).all(0).tolist() == [n < 9 for n in range(25)]
+    for name in ("keys", "values"):
+        torch.testing.assert_close(given[name][:, :, 9:].isnan(), torch.zeros_like(given[name][:, :, 9:], dtype=torch.bool))
+    torch.testing.assert_close(given["values"][:, :, 9:], given["v"][:, :, :16], rtol=0, atol=0)
+    torch.testing.assert_close(same["values"][:, :, 9:], given["v"][:, :, :16], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(2, 4, 2, 64)}, r"q.shape=\(2, 4, 2, 64\): expected one token"),
+        ({"q": torch.zeros(2, 4, 2, 64)}, r"q.shape=\(2, 4, 2, 64\): expected 1 tokens"),
         ({"k": torch.zeros(2, 3, 1, 64), "v": torch.zeros(2, 3, 1, 64)}, "q has 4 heads, k has 3"),
         ({"v": torch.zeros(2, 2, 1, 64, dtype=torch.half)}, "v.dtype=torch.float16"),
         ({"cos": torch.zeros(3, 1, 64)}, r"cos is torch.float32 \(3, 1, 64\): expected torch.float32 \[2 or 1, 1, 64\]"),

@@ -79,7 +79,8 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     rows, cols = (-(-x.shape[1] // block) for x in (q, k))
     scores = torch.zeros(gates, rows, cols, dtype=torch.float64)
     shared = q.shape[0] // gates
-    for h in range(gates):
+
+    def scores_of_head(h: int) -> None:
         kv_head, ours = h * len(k) // gates, slice(h * shared, (h + 1) * shared)
         blocks = [slice(c * block, (c + 1) * block) for c in range(cols)]
         keys = [vector(a["key_weight"][h], [k[kv_head, own]], a["k_pool"], own.start) for own in blocks]
@@ -96,6 +97,9 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
             scores[h, r] = row(r, slice(r * block, (r + 1) * block))
         for i in range(max(0, q.shape[1] - block), q.shape[1]) if a.get("last_queries") else ():
             scores[h, -1] = scores[h, -1].maximum(row(rows - 1, slice(i, i + 1)))
+
+    for h in range(gates):
+        scores_of_head(h)
     return scores
 
 

@@ -42,6 +42,13 @@ class Emulated:
             vars(mine).update(vars(new))
 
 
+class NoEvent:
+    """An event where nothing is asynchronous."""
+
+    def record(self) -> None: ...
+    def wait(self) -> None: ...
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, where: str) -> Iterator[None]:
     if where == "cuda":
@@ -57,7 +64,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, where: str) -> Iterator[None]:
 
     monkeypatch.setattr(PromptGraph, "begin", begin_emulated)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Emulated)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: type("Event", (), {"record": lambda self: None, "wait": lambda self: None})())
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
     monkeypatch.setattr(prompts, "on_capture_stream", lambda device: nullcontext())
     yield
 
@@ -66,7 +73,8 @@ def run(model: Any, ids: Tensor, steps: int = 3) -> tuple[Tensor, DynamicCache]:
     """Returns the logits of a prompt and of tokens after it, and the cache."""
     cache, logits = DynamicCache(config=model.config), []
     for part in (ids[:, :-steps], *ids[:, -steps:].split(1, dim=1)):
-        logits.append(model(part, past_key_values=cache, attention_mask=torch.ones_like(ids[:, : cache.get_seq_length() + part.shape[1]])).logits)
+        mask = torch.ones_like(ids[:, : cache.get_seq_length() + part.shape[1]])
+        logits.append(model(part, past_key_values=cache, attention_mask=mask).logits)
     return torch.cat(logits, dim=1), cache
 
 
@@ -83,8 +91,8 @@ def test_replays_equal_ordinary_passes(options: dict[str, Any], where: str, emul
         steps.prompts = steps.prompts or PromptGraphs(model.model, sparse.statistics)
         steps.cuda_graphs = where == "cuda"
         found = [run(model, ids) for ids in texts]
-        (graph,) = steps.prompts._graphs.values()
-        assert graph.graph is not None
+        graphs: list[Any] = list(steps.prompts._graphs.values())
+        assert [graph.graph is not None for graph in graphs] == [True]
         for (logits, _), want in zip(found, expected, strict=True):
             close(logits, want)
         stats = sparse.stats()
@@ -93,7 +101,8 @@ def test_replays_equal_ordinary_passes(options: dict[str, Any], where: str, emul
         # Caches are their own: later prompts have not changed those of earlier ones.
         again = DynamicCache(config=model.config)
         model(texts[2][:, :-3], past_key_values=again)
-        for mine, fresh in zip(found[2][1].layers, again.layers, strict=True):
+        layers: list[Any] = [found[2][1].layers, again.layers]
+        for mine, fresh in zip(*layers, strict=True):
             close(mine.keys[:, :, :80], fresh.keys)
         padded = torch.ones_like(texts[0])
         padded[:, :9] = 0

@@ -14,14 +14,14 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.graphs import no_collection, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
-MAX_LAYER_FLOP = 2.5e11  # of the matrix products of a layer: 0.5 ms on an H100. Kernels of larger prompts outlast their launches
+MAX_LAYER_FLOP = 2.5e11  # of the matrix products of a layer, 0.5 ms on an H100: more takes longer than its launches
 MAX_TOKENS = 16384  # attention is not among these products
 MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PromptGraphs(NotCopied):
 
 
 class PromptGraph:
-    """The graph of prompts of one shape: the tensors that it reads and writes, at fixed addresses, and the cache that it fills."""
+    """The graph of prompts of one shape: what it reads and writes, at fixed addresses, and the cache that it fills."""
 
     def __init__(self, inputs: dict[str, Tensor], cache: Any, statistics: Statistics) -> None:
         with torch.inference_mode(False):

@@ -25,7 +25,7 @@ from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.stand_ins import NotCopied, replaced
-from msattn.trainer.models.tap import TAP, LayerInputs, left_padding
+from msattn.trainer.models.tap import PAGES, TAP, LayerInputs, left_padding
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.fused import fused
 from msattn.trainer.serving.graphs import (
@@ -140,7 +140,7 @@ class DecodingSteps(NotCopied):
                 return None
             hidden = self._run(step, cache, inputs, arguments, padding)
         for layer in cache.layers:
-            layer.add_token()
+            layer.add_tokens()
         step.tokens_left -= 1
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
         if not step.routed:
@@ -290,37 +290,59 @@ def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int
     return padding if any(padding) else []
 
 
-class StepAttention(NotCopied):
-    """The forward pass of an attention module: fused in a step, else the original one."""
+class FusedAttention(NotCopied):
+    """The forward pass of an attention module whose RoPE writes to the cache, in steps and for prompts without gradients."""
 
     def __init__(self, module: Any, layer: int, steps: DecodingSteps) -> None:
         self.module, self.layer, self.steps = module, layer, steps
         self.original = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.steps.current.step
-        if step is None:
+        step, hidden = self.steps.current.step, args[0] if args else kwargs["hidden_states"]
+        if step is None and not self._is_fusable(hidden, kwargs):
             return self.original(*args, **kwargs)
-        hidden = args[0] if args else kwargs["hidden_states"]
         cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
-        keys: Any = cache_layer.key_buffer.memory
-        values: Any = cache_layer.value_buffer.memory
         cos, sin = kwargs["position_embeddings"]
         q_nope, k_nope, v = _project_heads(self.module, hidden)
+        if step is None:
+            cache_layer.reserve(k_nope, v)
+        keys: Any = cache_layer.key_buffer.memory
+        values: Any = cache_layer.value_buffer.memory
         if not q_nope.dtype == cos.dtype == keys.dtype:
+            if step is None:
+                return self.original(*args, **kwargs)
             raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
-        q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, step.position)
-        x = LayerInputs(
-            self.layer, q, keys, values, q_nope, k_nope, cos, sin, self.module.scaling, step.kv_start, cache_layer,
-            kv_len=step.kv_len,
-        )  # fmt: skip
-        kwargs[TAP].current.clear()  # the hooks have kept tensors for an ordinary pass
-        out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
+        position = cache_layer.get_seq_length() if step is None else step.position
+        q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
+        kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
+        of_layer = q_nope, k_nope, cos, sin, self.module.scaling
+        if step is None:
+            cache_layer.add_tokens(q.shape[2])
+            start, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+            keys, values = (each[:, :, : cache_layer.get_seq_length()] for each in (keys, values))
+            x = LayerInputs(self.layer, q, keys, values, *of_layer, start, cache_layer, positions)
+            out = self.steps.sparse.attend(x)
+        else:
+            x = LayerInputs(self.layer, q, keys, values, *of_layer, step.kv_start, cache_layer, kv_len=step.kv_len)
+            out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
+
+    def _is_fusable(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Returns whether several tokens after those of a cache can be served so."""
+        cache, cos, mask = kwargs.get("past_key_values"), kwargs["position_embeddings"][0], kwargs.get("attention_mask")
+        device = hidden.device.type
+        if cache is None or hidden.shape[1] < 2 or device != self.steps.device_type or not (mask is None or mask.ndim == 1):
+            return False
+        if kwargs.get(PAGES) is not None or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            return False
+        layer, size = cache.layers[self.layer], self.module.head_dim
+        held = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
+        alike = held is None or (held.dtype == hidden.dtype and held.device == hidden.device)
+        return isinstance(layer, GrowingLayer) and alike and cos.dtype == hidden.dtype and cos.shape[2] == size
 
 
 def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries ``[B, Hq, 1, D]``, keys and values ``[B, Hkv, 1, D]`` of a layer like Llama's, before RoPE."""
+    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of a layer like Llama's, before RoPE."""
     shape = (*hidden_states.shape[:2], -1, attention.head_dim)
 
     def project(*names: str) -> list[Tensor]:
@@ -356,6 +378,6 @@ def decoding_steps(decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> 
     with fused(decoder), ExitStack() as replacements:
         steps = DecodingSteps(decoder, sparse, cuda_graphs=cuda_graphs)
         for number, layer in enumerate(layers) if steps.never is None else ():
-            replacements.enter_context(replaced(layer.self_attn, StepAttention(layer.self_attn, number, steps)))
+            replacements.enter_context(replaced(layer.self_attn, FusedAttention(layer.self_attn, number, steps)))
         replacements.enter_context(replaced(decoder, steps))
         yield

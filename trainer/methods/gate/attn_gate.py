@@ -268,8 +268,8 @@ class Gate(GateArtifact):
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
         RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
-        ``last_queries`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. After cached keys ``x.pooled_keys`` stand for all
-        keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
+        ``last_queries`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
+        ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         queries, keys = self._inputs(x)

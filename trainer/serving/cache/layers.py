@@ -117,14 +117,19 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
-        for buffer, new in ((self.key_buffer, key_states), (self.value_buffer, value_states)):
-            _check_kind(buffer, new)
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.reserve(key_states, value_states)
         self.key_buffer.append(key_states)
         self.value_buffer.append(value_states)
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
+
+    def reserve(self, keys: Tensor, values: Tensor) -> None:
+        """Makes room for new tokens ``[B, Hkv, N, D]``, whose keys and values a kernel will write."""
+        for buffer, new in ((self.key_buffer, keys), (self.value_buffer, values)):
+            _check_kind(buffer, new)
+            buffer.reserve(buffer.length + new.shape[2], new)
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def reserve_token(self) -> None:
         """Makes room for one more token, which a kernel will write."""
@@ -132,10 +137,10 @@ class GrowingLayer(DynamicLayer):
             assert buffer.memory is not None
             buffer.reserve(buffer.length + 1, buffer.memory)
 
-    def add_token(self) -> None:
-        """Counts a token that a kernel has written."""
-        self.key_buffer.length += 1
-        self.value_buffer.length += 1
+    def add_tokens(self, number: int = 1) -> None:
+        """Counts tokens that a kernel has written."""
+        self.key_buffer.length += number
+        self.value_buffer.length += number
 
     def addresses(self) -> tuple[int, ...]:
         """Returns the addresses and sizes of the memory that a captured step reads and writes."""
