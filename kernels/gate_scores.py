@@ -126,18 +126,19 @@ def launch(
     pooled_k = pooled_k.contiguous()
     gate_q = pooled_q.new_empty((batch, heads, rows + single, hidden))
     gate_k = pooled_q.new_empty((batch, heads, cols, hidden))
-    mean_q, mean_k = None, None
+    means, mean_q, mean_k = 0, None, None
     if q_rope is not None:
-        mean_q, mean_k = gate_q.new_empty((batch, heads, rows + single, head)), pooled_k[..., k_width:]
+        means, mean_q, mean_k = head, gate_q.new_empty((batch, heads, rows + single, head)), pooled_k[..., k_width:]
     lengths = num_queries, num_keys, num_keys - num_queries
     tiles = triton.cdiv(rows + single, ROWS) + triton.cdiv(cols, ROWS)
     _project_kernel[(heads, tiles, batch)](
         pooled_q, pooled_k, query_weight, key_weight, inv_freq, kv_start, gate_q, gate_k, mean_q,
         q_heads, kv_heads, *lengths, rows, rows + single, cols, hidden**-0.5 * LOG2_E, mean_weight * LOG2_E,
-        HEAD=head, MEANS=0 if q_rope is None else head, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads, HIDDEN=hidden,
-        PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size, ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
+        HEAD=head, MEANS=means, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads,
+        HIDDEN=hidden, PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size, ROWS=ROWS, CHUNK=CHUNK,
+        num_warps=8,
     )  # fmt: skip
-    unroll = hidden + (head if q_rope is not None else 0) <= UNROLLED
+    unroll = hidden + means <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
         gate_q, gate_k, mean_q, mean_k, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
         HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, SINGLE=single > 0,

@@ -5,6 +5,9 @@ Positions are relative to the start of each sequence, so left padding does not s
 of masks and positions is 1 instead of ``B``.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -104,6 +107,25 @@ class AlwaysRead(NamedTuple):
 SINK_AND_LOCAL = AlwaysRead()
 
 
+class _Captured(threading.local):
+    """Candidates of the graph that the current thread captures, by the arguments of :func:`candidate_blocks`."""
+
+    candidates: dict[tuple, Candidates] | None = None
+
+
+_captured = _Captured()
+
+
+@contextmanager
+def shared_by_layers() -> Iterator[None]:
+    """Lets all layers of a graph that is captured in the block have the same candidates."""
+    _captured.candidates = {}
+    try:
+        yield
+    finally:
+        _captured.candidates = None
+
+
 def candidate_blocks(
     num_queries: int,
     num_keys: int,
@@ -117,9 +139,14 @@ def candidate_blocks(
     Without padding the result depends only on shapes and is cached for the other layers, because computing it takes longer than
     the selection.
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if kv_start is not None or capturing:  # tensors captured in a CUDA graph have no values until its replay
+    if kv_start is not None:
         return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, always)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # without values until the graph is replayed
+        key = num_queries, num_keys, block_size, always
+        found = {} if _captured.candidates is None else _captured.candidates
+        if key not in found:
+            found[key] = _candidate_blocks(num_queries, num_keys, block_size, None, device, always)
+        return found[key]
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
         return _unpadded_candidates(num_queries, num_keys, block_size, device, always)
 

@@ -74,7 +74,8 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     ``generate_batch`` and ``init_continuous_batching`` of the model serve many prompts over a paged cache; see
     :meth:`Sparse.batching_config`. Managers end with the context.
 
-    On a GPU, single tokens are decoded with CUDA graphs. Forward hooks and adapters that are changed take effect with the next
+    On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs from the third one of a
+    length on. Forward hooks and adapters that are changed take effect with the next
     pass over several tokens.
     """
     check_model(model)

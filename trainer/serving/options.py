@@ -75,7 +75,9 @@ class AttachOptions(BudgetOptions, ArtifactOptions):
         default=False,
     )
     cuda_graphs: Switch = key(
-        "decode with CUDA graphs on a GPU. What cannot be captured runs without, with a warning that says why.", default=True
+        "decode with CUDA graphs on a GPU; what cannot be captured runs without, with a warning that says why. Prompts of "
+        "small models run as graphs from the third one of a length on.",
+        default=True,
     )
     measure_recall: Switch = key("also measures the attention mass that is read, at the cost of a dense pass.", default=False)
     measure_time: Switch = key("also measures the time of selection and of attention on the device.", default=False)

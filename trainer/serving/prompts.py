@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn.trainer.methods.blocks import shared_by_layers
 from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.graphs import no_collection, on_capture_stream, uncapturable
@@ -84,7 +85,7 @@ class PromptGraph:
             hidden = launch(inputs, cache)
         before = self.statistics.counts
         try:
-            with on_capture_stream(device), no_collection():
+            with on_capture_stream(device), no_collection(), shared_by_layers():
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:

@@ -58,7 +58,7 @@ class Statistics:
             if (name, value.device) not in self._totals:
                 with torch.inference_mode(False):
                     self._totals[name, value.device] = torch.zeros((), dtype=torch.float64, device=value.device)
-            self._totals[name, value.device] += value.detach().mean(dtype=torch.float64)
+            self._totals[name, value.device] += value.detach().mean(dtype=torch.float64) if value.ndim else value.detach()
 
     def add_sparsity(self, layer: int, value: Tensor | float) -> None:
         """Adds the share of the blocks that a pass did not read in a layer, or the shares of several sequences."""
@@ -94,7 +94,7 @@ class Statistics:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each name was added or counted."""
+        """The number of times that each name was added or counted."""
         with self._lock:
             return self._counts.copy()
 
