@@ -124,7 +124,7 @@ class PagedAttention:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
             short = rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))  # for buckets
             self.statistics.add_visible(keys, all_read=short)
-        if sizes is not None and rows is not None and not current.prompts and not short:
+        if sizes is not None and rows is not None and not short:
             rows.counted = sizes.begin(rows.table, rows.kv_len)
         elif sizes is not None:
             sizes.forget()
