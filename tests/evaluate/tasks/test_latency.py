@@ -117,7 +117,7 @@ def test_break_even() -> None:
 
 
 def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
-    run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5)
+    run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5, timed_s=2.0)
     row = latency.as_row("gate", "sparsity 0.9", 1024, run, {"cuDNN": 3.0, "flash": 8.0})
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
@@ -179,14 +179,14 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
         return dense_attention(x)
 
     @contextmanager
-    def attached() -> Iterator:
+    def attached(*, measure_time: bool = False) -> Iterator:
         with tap(model, read):
             yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": None})
 
     done = latency.measure(model, ids, attached, 1e-6, situation)
     passes = [(40, 100)] if situation.cached else [(40, 40), (40, 80), (20, 100)]
     assert len(done.seconds) == 1
-    assert lengths == [each for each in 2 * passes for _ in range(2)], "a warm-up and a prompt, in two layers"
+    assert lengths == [each for each in 3 * passes for _ in range(2)], "a warm-up, a prompt and its parts, in two layers"
 
 
 def test_user_errors(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ one setting of each method beside the fastest dense kernel.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -33,8 +33,9 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, Phas
 from msattn.trainer.serving.cache.install import can_crop
 from msattn.trainer.serving.fused import fused
 
-# Attaches a method; ``stats`` of what it yields returns the sparsity and the seconds of each part, since the context began.
-Attached = Callable[[], AbstractContextManager[Any]]
+# Attaches a method; ``stats`` of what it yields returns the sparsity since the context began and, with ``measure_time``, the
+# seconds of each part.
+Attached = Callable[..., AbstractContextManager[Any]]
 
 
 class Situation(NamedTuple):
@@ -67,13 +68,17 @@ class LatencyCase(NamedTuple):
 
 @dataclass(frozen=True)
 class LatencyRun:
-    """Measurements of prompts of one length: seconds of each, peak MiB, and mean seconds in selection and attention."""
+    """Measurements of prompts of one length: seconds of each, peak MiB, and the parts of one more.
+
+    Parts are the seconds of selection and of attention. That prompt takes ``timed_s``: no CUDA graph is timed in parts.
+    """
 
     seconds: list[float]
     peak_mb: float
     sparsity: float | None
     selection_s: float
     attention_s: float
+    timed_s: float
 
     @property
     def median_s(self) -> float:
@@ -115,7 +120,7 @@ def run(job: Job) -> list[EvalRow]:
 
 def _sparse_cases(model: PreTrainedModel, block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
     return [
-        LatencyCase(block.method, label, None, partial(block.attach, model, select, measure_time=True))
+        LatencyCase(block.method, label, None, partial(block.attach, model, select))
         for label, select in block.settings(sparsities)
     ]
 
@@ -141,11 +146,11 @@ def _rows_of(done: list[tuple[LatencyCase, LatencyRun]], length: int, situation:
 
 
 @contextmanager
-def _attach_dense(model: PreTrainedModel) -> Iterator[SimpleNamespace]:
+def _attach_dense(model: PreTrainedModel, *, measure_time: bool = False) -> Iterator[SimpleNamespace]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
-        with timer.measure("attention"):
+        with timer.measure("attention") if measure_time else nullcontext():
             return dense_attention(x)
 
     with tap(model, timed_dense_attention), fused(decoder(model)):  # as attached models have them
@@ -166,25 +171,28 @@ def first_token(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None,
 def measure(
     model: PreTrainedModel, ids: Tensor, attached: Attached, seconds: float, situation: Situation = WHOLE_PROMPT
 ) -> LatencyRun:
-    """Runs a warm-up prompt, then measures prompts until they took ``seconds``.
+    """Runs a warm-up prompt, measures prompts until they took ``seconds``, and the parts of one more, whose timers cost time.
 
     Cached tokens are those of the warm-up again, so that what an attached model keeps of them is known, as in a conversation.
     """
     new, cache = ids[:, situation.cached :], _cache(model, ids, situation)
-    with attached():
-        first_token(model, new, cache, situation.chunk)
     taken: list[float] = []
     peaks: list[float] = []
     with attached() as running:
+        first_token(model, new, cache, situation.chunk)
         while sum(taken) < seconds:
             cache = _cache(model, ids, situation, cache)
             with cost(model.device) as spent:
                 first_token(model, new, cache, situation.chunk)
             taken.append(spent.seconds)
             peaks.append(spent.peak_mb)
-        stats = running.stats()
-    parts = {part: (stats[part] or 0.0) / len(taken) for part in ("selection_s", "attention_s")}
-    return LatencyRun(taken, max(peaks), stats["sparsity"], **parts)
+        read = running.stats()["sparsity"]
+    cache = _cache(model, ids, situation, cache)
+    with attached(measure_time=True) as running:
+        with cost(model.device) as timed:
+            first_token(model, new, cache, situation.chunk)
+        parts = {part: running.stats()[part] or 0.0 for part in ("selection_s", "attention_s")}
+    return LatencyRun(taken, max(peaks), read, **parts, timed_s=timed.seconds)
 
 
 def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cache | None = None) -> Cache | None:
@@ -207,7 +215,7 @@ def as_row(
     seconds = done.median_s
     parts = {"selection": done.selection_s, "attention": done.attention_s}
     extra: dict[str, Any] = {"length": length, "situation": situation, **{f"{part}_s": value for part, value in parts.items()}}
-    extra |= {f"{part}_share": value / seconds for part, value in parts.items()}
+    extra |= {f"{part}_share": value / done.timed_s for part, value in parts.items()}
     extra |= {f"times_{name}": value / seconds for name, value in dense.items()}
     read = {"sparsity": done.sparsity, "selectivity": None if done.sparsity is None else 1 - done.sparsity}
     fields: dict[str, Any] = {

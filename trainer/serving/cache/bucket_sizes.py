@@ -13,8 +13,8 @@ class BucketSizes:
 
     Engines move sequences to other rows of a pass, and give their pages to other sequences. So a row keeps its sizes only from
     one pass to the next, and only if its new key follows the slot of its last one: nothing but this last key has been written
-    since its sequence was counted. Prompts of the same pass write other slots. The keys of other rows are counted again. No value is read back from the device, so that a
-    CUDA graph can hold all of this.
+    since its sequence was counted. Prompts of the same pass write other slots. The keys of other rows are counted again. No
+    value is read back from the device, so that a CUDA graph can hold all of this.
     """
 
     def __init__(
