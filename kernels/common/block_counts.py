@@ -1,4 +1,4 @@
-"""Counts of the blocks that a block mask or zoom map reads, for statistics."""
+"""The share of the visible blocks that a block mask or zoom map does not read, for statistics."""
 
 import torch
 from torch import Tensor
@@ -9,26 +9,30 @@ EIGHTHS = 8  # parts of a block; the coarsest zoom reads one
 CHUNK = 8192  # elements of a program
 
 
-def blocks_read(selected: Tensor) -> Tensor:
-    """Counts the blocks that are read, in eighths of a block: an int64 scalar on the device of ``selected``.
+def add_share_left_out(total: Tensor, selected: Tensor, visible: Tensor, copies: int) -> None:
+    """Adds the share of the visible blocks that is not read to ``total``, an fp64 scalar, on the device.
 
-    ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block; 0 is not read.
+    ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block; 0 is not read. It holds
+    so many ``copies``, as for heads, of ``visible`` blocks, an integer scalar.
     """
     if selected.is_cuda:
         with torch.cuda.device_of(selected):
-            return launch(selected).sum()
-    if selected.dtype == torch.bool:
-        return selected.sum() * EIGHTHS
-    return (EIGHTHS // selected.clamp(min=1)).masked_fill(selected == 0, 0).sum()
+            launch(total, selected, visible, copies)
+        return
+    read = selected.sum() * EIGHTHS
+    if selected.dtype != torch.bool:
+        read = (EIGHTHS // selected.clamp(min=1)).masked_fill(selected == 0, 0).sum()
+    whole = visible * (EIGHTHS * copies)
+    total += (whole - read).double() / whole
 
 
-def launch(selected: Tensor) -> Tensor:
-    """Launches the kernel; returns an int32 sum per ``CHUNK`` elements."""
+def launch(total: Tensor, selected: Tensor, visible: Tensor, copies: int) -> None:
+    """Launches a kernel that counts blocks in chunks, and one that adds the share; counts are integers, so all is exact."""
     parts = triton.cdiv(selected.numel(), CHUNK)
     sums = torch.empty(parts, dtype=torch.int32, device=selected.device)
     selected = selected.contiguous().view(torch.uint8)
     _blocks_read_kernel[(parts,)](selected, sums, selected.numel(), CHUNK=CHUNK, num_warps=4)
-    return sums
+    _add_share_kernel[(1,)](total, sums, visible, parts, copies * EIGHTHS, CHUNK=1024, num_warps=4)
 
 
 @triton.jit
@@ -38,3 +42,14 @@ def _blocks_read_kernel(selected_ptr, sums_ptr, total, CHUNK: tl.constexpr):
     zoom = tl.load(selected_ptr + first + i, mask=i < total - first, other=0)
     part = tl.where(zoom == 1, 8, tl.where(zoom == 2, 4, tl.where(zoom == 4, 2, tl.where(zoom == 8, 1, 0))))
     tl.store(sums_ptr + tl.program_id(0), tl.sum(part, 0))
+
+
+@triton.jit(do_not_specialize=["parts", "eighths"])
+def _add_share_kernel(total_ptr, sums_ptr, visible_ptr, parts, eighths, CHUNK: tl.constexpr):
+    read = tl.zeros((), tl.int64)
+    for first in tl.range(0, parts, CHUNK):
+        i = first + tl.arange(0, CHUNK)
+        read += tl.sum(tl.load(sums_ptr + i, mask=i < parts, other=0).to(tl.int64), 0)
+    whole = tl.load(visible_ptr).to(tl.int64) * eighths
+    share = (whole - read).to(tl.float64) / whole.to(tl.float64)
+    tl.atomic_add(total_ptr, share, sem="relaxed")

@@ -171,7 +171,8 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
     pooled_k = torch.zeros(2, 2, -(-200 // block), (2 + (means[0] is not None)) * head_size)
     op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, kv_start, *means, head_size != 16)
-    block_counts.launch(torch.zeros(2, 4, 13, 13, dtype=torch.bool))
+    total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
+    block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 
 
 def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.common import block_counts
-from msattn.kernels.common.block_counts import blocks_read
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.select import GATE_SCORES, Multiscale, Nucleus, Threshold, TokenBudget, TopK
@@ -310,17 +309,20 @@ def test_calibrated_policy_needs_a_trained_gate():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])
-def test_blocks_read_counts_eighths_of_blocks(shape, device):
+def test_shares_count_eighths_of_blocks(shape, device):
     zooms = torch.tensor([0, 1, 2, 4, 8], dtype=torch.uint8)[torch.randint(0, 5, shape)].to(device)
     eighths = torch.tensor([0, 8, 4, 0, 2, 0, 0, 0, 1], device=device)
-    for selected in (zooms, zooms == 4):
-        expected = eighths[selected.long()].sum()
-        assert blocks_read(selected) == expected
-        assert block_counts.launch(selected.mT).sum() == expected
+    copies, visible = shape[0] * shape[1], torch.tensor(shape[2] * shape[3], device=device)
+    for selected in (zooms, zooms == 4, torch.ones_like(zooms)):
+        expected = 1 - eighths[selected.long()].sum().item() / (8 * selected.numel())
+        for add in (block_counts.add_share_left_out, block_counts.launch):
+            total = torch.tensor(2.0, dtype=torch.float64, device=device)
+            add(total, selected.mT, visible, copies)
+            assert total.item() == pytest.approx(2 + expected, rel=1e-15)
 
 
 def test_sparsity_counts_visible_blocks_only():
     visible, diagonal = geometry(160, 160, None)
     among = Candidates(visible, diagonal)
     assert sparsity(visible.expand(2, 3, -1, -1), among) == 0
-    torch.testing.assert_close(sparsity(diagonal.expand(2, 3, -1, -1), among), torch.tensor(1 - 10 / 55))
+    assert sparsity(diagonal.expand(2, 3, -1, -1), among).item() == pytest.approx(1 - 10 / 55)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.best_blocks import best_blocks
-from msattn.kernels.common.block_counts import EIGHTHS, blocks_read
+from msattn.kernels.common.block_counts import add_share_left_out
 
 
 class RowSpan(NamedTuple):
@@ -199,13 +199,15 @@ def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     return x.unflatten(2, (blocks, block_size))
 
 
-def sparsity(selected: Tensor, candidates: Candidates) -> Tensor:
-    """Returns the share of the causally visible blocks that is not read: a float scalar on the device of ``selected``.
+def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = None) -> Tensor:
+    """Returns the share of the causally visible blocks that is not read, or adds it to ``total``: a float64 scalar.
 
     ``selected`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts as 1 / z of a block.
     """
+    total = selected.new_zeros((), dtype=torch.float64) if total is None else total
     copies = selected.numel() // candidates.visible.numel()
-    return 1 - blocks_read(selected) / (candidates.num_visible * (EIGHTHS * copies))
+    add_share_left_out(total, selected, candidates.num_visible, copies)
+    return total
 
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:

@@ -15,7 +15,6 @@ from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_deco
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -211,12 +210,12 @@ class PagedAttention:
             for item in prompts.items:
                 sequence = self._sequence(x, current, item)
                 chosen.append(self.selection.blocks(sequence))
-                self.statistics.add_sparsity(x.layer, sparsity(chosen[-1], self.selection.candidates(sequence)))
+                self.statistics.add_selected(x.layer, chosen[-1], self.selection.candidates(sequence))
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         elif self.selection is not None:
             for item in prompts.items:
                 self.statistics.count(self._way(current.state, item))
-                self.statistics.add_sparsity(x.layer, 0.0)
+                self.statistics.add_dense(x.layer)
         cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import attention_recall, block_map, decoded_attention, dense_attention
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
@@ -131,14 +130,14 @@ class Sparse(NotCopied):
             return self._selected_attention(prompt, self.selection)
         if way is not Way.DENSE:
             self.statistics.count(way)
-            self.statistics.add_sparsity(x.layer, 0.0)
+            self.statistics.add_dense(x.layer)
         return self._dense_attention(x)
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor:
         """Returns the attention of a prompt over selected blocks."""
         with torch.no_grad(), self.statistics.timed("selection"):
             chosen = selection.blocks(x)
-            self.statistics.add_sparsity(x.layer, sparsity(chosen, selection.candidates(x)))
+            self.statistics.add_selected(x.layer, chosen, selection.candidates(x))
         with self.statistics.timed("attention"):
             out, lse = selected_attention(x, chosen, selection.block_size)
         if self.measure_recall:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn.trainer.methods.blocks import Candidates, sparsity
 from msattn.trainer.models.timing import PhaseTimer
 
 OF_LAYER = "sparsity of layer "
@@ -55,14 +56,25 @@ class Statistics:
             if not isinstance(value, Tensor):
                 self._sums[name] += value  # type: ignore[assignment]  # pyrefly: ignore[unsupported-operation]
                 return
-            if (name, value.device) not in self._totals:
-                with torch.inference_mode(False):
-                    self._totals[name, value.device] = torch.zeros((), dtype=torch.float64, device=value.device)
-            self._totals[name, value.device] += value.detach().mean(dtype=torch.float64) if value.ndim else value.detach()
+            total = self._total(name, value.device)
+            total += value.detach().mean(dtype=torch.float64)
 
-    def add_sparsity(self, layer: int, value: Tensor | float) -> None:
-        """Adds the share of the blocks that a pass did not read in a layer, or the shares of several sequences."""
-        self.add(f"{OF_LAYER}{layer}", value)
+    def _total(self, name: str, device: torch.device) -> Tensor:
+        if (name, device) not in self._totals:
+            with torch.inference_mode(False):
+                self._totals[name, device] = torch.zeros((), dtype=torch.float64, device=device)
+        return self._totals[name, device]
+
+    def add_dense(self, layer: int) -> None:
+        """Counts a pass that read all blocks in a layer."""
+        self.count(f"{OF_LAYER}{layer}")
+
+    def add_selected(self, layer: int, selected: Tensor, candidates: Candidates) -> None:
+        """Adds the share of the blocks that a pass did not read in a layer."""
+        name = f"{OF_LAYER}{layer}"
+        with self._lock:
+            self._counts[name] += 1
+            sparsity(selected, candidates, self._total(name, selected.device))
 
     def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
         """Returns the mean over layers and passes, and that of each layer by its number; None without such passes."""
