@@ -10,7 +10,7 @@ run. These functions launch one kernel each, and round exactly where the modules
 They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in this file too.
 
 Tiles: BR rows, BD columns of a row, BN elements or tokens, BH half a head. Prefixes: o_ offset, m_ mask, b_ tile. Grids:
-(rows), (row and block of it), (head, sequence, tokens).
+(rows), (row and block of it), (tokens and head, sequence).
 """
 
 import math
@@ -182,8 +182,8 @@ def launch_rotate_and_append(
     on_device, start = (position, 0) if isinstance(position, Tensor) else (None, position)
     rows = min(TOKENS, triton.next_power_of_2(tokens))
     # Without fused multiply-adds, which would round once where eager PyTorch rounds twice in fp32.
-    _rotate_and_append_kernel[(q_heads + kv_heads, batch, triton.cdiv(tokens, rows))](
-        q, k, v, cos, sin, keys, values, on_device, out, q_heads, tokens, capacity, start,
+    _rotate_and_append_kernel[((q_heads + kv_heads) * triton.cdiv(tokens, rows), batch)](
+        q, k, v, cos, sin, keys, values, on_device, out, q_heads, q_heads + kv_heads, tokens, capacity, start,
         *q.stride(), *k.stride(), *v.stride(),
         *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0, *x.stride()[1:])),
         *keys.stride(), *values.stride(), *out.stride()[:3],
@@ -252,9 +252,9 @@ def _gated_silu_kernel(
     tl.store(out_ptr + row.to(tl.int64) * cols + col, b_out, mask=mask)
 
 
-@triton.jit(do_not_specialize=["q_heads", "tokens", "capacity", "start"])
+@triton.jit(do_not_specialize=["q_heads", "heads", "tokens", "capacity", "start"])
 def _rotate_and_append_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, tokens, capacity, start,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, heads, tokens, capacity, start,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_cos_b, stride_cos_n, stride_cos_d, stride_sin_b, stride_sin_n, stride_sin_d,
@@ -265,8 +265,8 @@ def _rotate_and_append_kernel(
     """Rotates some tokens of a query head, or rotates keys and copies them and their values to the cache."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) // heads * BN + tl.arange(0, BN)
     o_n, o_d = n.to(tl.int64)[:, None], tl.arange(0, BH)[None, :]
     mask = (n < tokens)[:, None] & (o_d < HALF)
     cos_ptrs = cos_ptr + batch * stride_cos_b + o_n * stride_cos_n + o_d * stride_cos_d
