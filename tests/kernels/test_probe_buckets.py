@@ -83,6 +83,7 @@ def test_selects_the_densest_buckets_that_reach_the_threshold(
     for chosen, density in zip(got.flatten(0, 1), exact.flatten(0, 1), strict=True):
         taken = chosen[chosen >= 0].long()
         assert len(taken.unique()) == len(taken)
+        assert backend == "torch" or (chosen[: len(taken)] >= 0).all(), "places that are left come last"
         assert (density[taken] >= threshold * (1 - slack)).all()
         least = max(threshold, density.sort(descending=True).values[probes - 1].item())
         assert torch.isin((density > least * (1 + slack)).nonzero().flatten(), taken).all()
