@@ -134,8 +134,8 @@ def comparison(model: str, task: str) -> Table:
 
 TABLES = {
     **{
-        f"comparison-{model}-{task}": comparison(model, task)
-        for model, task in dict.fromkeys((row["model"], row["task"]) for row in COMPARED)
+        f"comparison-smollm2-{task}": comparison("smollm2", task)
+        for task in dict.fromkeys(row["task"] for row in COMPARED if row["model"] == "smollm2")
     },
     "first-token": Table(
         "speed",
@@ -223,6 +223,33 @@ TABLES = {
         ],
         **SMOLLM2,
     ),
+    "gemma3_270m-blocks": Table(
+        "comparison",
+        "blocks chosen by",
+        {title: {"method": method} for method, title in COMPARED_TITLES.items()},
+        [
+            *(
+                Cell(
+                    f"perplexity over dense, {int(x):,} tokens, {share}",
+                    ".3f",
+                    "ratio_to_dense",
+                    task="perplexity",
+                    length=x,
+                    setting=setting,
+                )
+                for x in ("8192", "32768")
+                for share, setting in AT_80_AND_90.items()
+            ),
+            *(
+                Cell(f"RULER, 8,192 tokens, {share} (%)", ".1%", "score", task="ruler", length="8192", setting=x)
+                for share, x in AT_80_AND_90.items()
+            ),
+            Cell(
+                "read at 80 %, 8,192 tokens (%)", ".1%", "selectivity", task="perplexity", length="8192", setting="sparsity 0.8"
+            ),
+        ],
+        model="gemma3_270m",
+    ),
     "public-blocks": Table(
         "public",
         "blocks chosen by, 80 % sparse",
@@ -253,6 +280,12 @@ TABLES = {
         keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS if title not in ("LSH", "random buckets")}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
+    ),
+    "kvpress": Table(
+        "kvpress",
+        "press",
+        {row["method"]: {"method": row["method"]} for row in rows("kvpress") if row["setting"]},
+        [Cell(f"{share} of the keys (%)", ".1%", *SCORE, setting=f"{share} of keys") for share in ("5 %", "10 %", "20 %")],
     ),
     "realised": Table(
         "realised",
