@@ -38,7 +38,17 @@ MIXED = {
     "sliding_window": 24,
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+MANY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+BETWEEN_LINEAR = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": PARTIAL,
+}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small models need
     "granite": {
         "attention_multiplier": 0.4,
@@ -58,7 +68,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
         },
     },
     "mixtral": EXPERTS,
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": {**MANY_EXPERTS, "num_experts": 4},
     "phi3": {"rope_parameters": PARTIAL, "sliding_window": 256},
     "glm": {"rope_parameters": PARTIAL},
     "glm4": {"rope_parameters": PARTIAL},
@@ -74,6 +84,13 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
     },
     "gemma2": {**MIXED, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gpt_oss": {**MIXED, **EXPERTS, "rope_parameters": YARN},
+    "glm4_moe": {**MANY_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True, "rope_parameters": PARTIAL},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}},
+    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 8.0}},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "qwen3_next": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": BETWEEN_LINEAR,
+    "qwen3_5_moe_text": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -94,10 +111,11 @@ SIZES: dict[str, Any] = {
 def tiny_architecture(family: str = "llama", rope: str = "default", **overrides: Any) -> dict[str, Any]:
     """Returns the keys of a small ``config.json``; ``overrides`` replace any of them."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]}
+    sizes = {key: size for key, size in SIZES.items() if (family, key) != ("qwen3_5_moe_text", "intermediate_size")}
     window = {"sliding_window": None} if family == "mistral" else {}
     return {
         "model_type": family,
-        **SIZES,
+        **sizes,
         "rope_parameters": parameters,
         **window,
         **OTHER_FAMILIES.get(family, {}),

@@ -13,7 +13,16 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.config_keys import FileName
-from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, text_config
+from msattn.trainer.models.families import (
+    LINEAR,
+    family_of,
+    head_dim,
+    layer_kinds,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    text_config,
+)
 from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited
@@ -135,7 +144,7 @@ def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> Non
     """Raises UserError if the model has more weights than ``most``: a quantized file's bits, or the bytes of others."""
     text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
     inner = 0 if family_of(config).experts else text.intermediate_size
-    layer = text.hidden_size * (2 * heads * head_dim(config) + 3 * inner)
-    weights = num_layers(config) * layer + text.vocab_size * text.hidden_size
+    attention = 2 * heads * head_dim(config) * sum(kind != LINEAR for kind in layer_kinds(config))
+    weights = text.hidden_size * (attention + 3 * inner * num_layers(config) + text.vocab_size)
     if weights > most:
         raise files.error(ValueError(f"{weights:,} weights by its configuration, at most {most:,} in the files"))

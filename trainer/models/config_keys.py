@@ -43,6 +43,11 @@ class Rope:
     partial_rotary_factor: Share = 1.0
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    alpha: Annotated[float, Interval(ge=1, le=1e6)] | None = None  # of Hunyuan
+    llama_4_scaling_beta: Annotated[float, Interval(ge=0, le=100)] | None = None  # of Ministral 3, as the next one
+    max_position_embeddings: Positions | None = None
+    mrope_section: list[Size] | None = None  # of models with images, whose text has equal positions in all sections
+    mrope_interleaved: bool = False
     finetuned: bool = False  # a note
 
 
@@ -61,9 +66,9 @@ class Architecture:
     model_type: str
     vocab_size: Vocabulary
     hidden_size: Size
-    intermediate_size: Size
     num_hidden_layers: Annotated[int, Interval(ge=1, le=1024)]
     num_attention_heads: Annotated[int, Interval(ge=1, le=4096)]
+    intermediate_size: Size | None = None  # none where all MLPs are mixtures of experts
     num_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
     head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
     max_position_embeddings: Positions = 2048
@@ -84,7 +89,13 @@ class Architecture:
     no_rope_layers: list[Annotated[int, Interval(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
     # Layers that attend within windows and chunks, and what is done to their scores.
-    layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention"]] | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]] | None = None
+    full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # of layers of which the others are linear attention
+    linear_conv_kernel_dim: Annotated[int, Interval(ge=1, le=1024)] = 4
+    linear_num_key_heads: Annotated[int, Interval(ge=1, le=4096)] = 16
+    linear_num_value_heads: Annotated[int, Interval(ge=1, le=4096)] = 32
+    linear_key_head_dim: Annotated[int, Interval(ge=1, le=4096)] = 128
+    linear_value_head_dim: Annotated[int, Interval(ge=1, le=4096)] = 128
     sliding_window: Positions | None = None
     sliding_window_pattern: Annotated[int, Interval(ge=1, le=1024)] = 6
     is_causal: bool = True
@@ -104,7 +115,10 @@ class Architecture:
     moe_intermediate_size: Size | None = None
     num_local_experts: Experts | None = None
     num_experts: Experts | None = None
+    n_routed_experts: Experts | None = None
     num_experts_per_tok: Experts | None = None
+    moe_topk: Experts | list[Experts] | None = None
+    shared_expert_intermediate_size: Size | None = None
     decoder_sparse_step: Experts = 1
     interleave_moe_layer_step: Experts = 1
     swiglu_alpha: Positive = 1.702
@@ -121,6 +135,6 @@ class Architecture:
             raise ValueError(f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}")
         if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
             raise ValueError(f"no_rope_layers has {len(self.no_rope_layers)} numbers for {self.num_hidden_layers} layers")
-        experts = self.num_local_experts or self.num_experts
+        experts = self.num_local_experts or self.num_experts or self.n_routed_experts
         if experts is not None and self.num_experts_per_tok is not None and self.num_experts_per_tok > experts:
             raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok}: there are {experts} experts")

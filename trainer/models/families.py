@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Family:
     interleaved: bool = False  # RoPE rotates neighbouring channels 2 i and 2 i + 1, not i and i + r / 2 of r rotated ones
     half_angles: bool = False  # the rotary embedding returns each angle once, not for both channels of a pair
     plain_scores: bool = True  # softmax of scaled products and nothing else, so that SDPA computes it
-    norm_after_rope: bool = False  # queries and keys are normalized after RoPE, so that only layers without RoPE are served
+    complex_rope: bool = False  # RoPE is not given as cos and sin, so that only layers without RoPE are served
+    changed_after_rope: bool = False  # by norms or scales; those "before RoPE" are then the final ones, rotated back
     experts: bool = False  # MLPs are mixtures of experts, whose size is another number than intermediate_size
     hashed: tuple[str, ...] = ()  # keys of the configuration that attention depends on besides those of all families
 
@@ -69,6 +70,8 @@ class Family:
 MIXTURE = Family(one_window=True, experts=True, hashed=("sliding_window",))
 GEMMA = ("hidden_activation", "query_pre_attn_scalar", "layer_types", "sliding_window")
 LLAMA4 = ("use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
+LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+BETWEEN_LINEAR = ("layer_types", "linear_conv_kernel_dim", *LINEAR_HEADS)
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama_layers=True),
     "mistral": Family(llama_layers=True, one_window=True),
@@ -86,9 +89,16 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(interleaved=True),
     "glm4": Family(interleaved=True),
     "llama4_text": Family(
-        norm_after_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
+        complex_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
     ),
     "gpt_oss": Family(plain_scores=False, half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
+    "glm4_moe": Family(experts=True, hashed=("use_qk_norm",)),
+    "ministral3": Family(one_window=True, changed_after_rope=True, hashed=("sliding_window",)),
+    "hunyuan_v1_dense": Family(changed_after_rope=True),
+    "hunyuan_v1_moe": Family(changed_after_rope=True, experts=True),
+    "qwen3_next": Family(experts=True, hashed=BETWEEN_LINEAR),
+    "qwen3_5_text": Family(hashed=BETWEEN_LINEAR),
+    "qwen3_5_moe_text": Family(experts=True, hashed=BETWEEN_LINEAR),
 }
 
 
@@ -131,14 +141,14 @@ def layer_kinds(config: "PreTrainedConfig") -> list[str]:
 def _kept(config: "PreTrainedConfig", kind: str, rotates: bool) -> str | None:
     """Returns the reason why layers of this type keep the model's own attention, or None."""
     if kind == FULL:
-        return "it normalizes queries and keys after RoPE" if rotates and family_of(config).norm_after_rope else None
+        return "its RoPE multiplies complex numbers" if rotates and family_of(config).complex_rope else None
     if kind == SLIDING:
         window = config.sliding_window
         whole = family_of(config).one_window and window >= max_length(config)
         return None if whole else f"it attends through a sliding window of {window} tokens"
     if kind == CHUNKED:
         return f"it attends within chunks of {config.attention_chunk_size} tokens"
-    return f"its type is {kind}"
+    return "it is linear attention, which caches no keys" if kind == LINEAR else f"its type is {kind}"
 
 
 def decoder(model: "PreTrainedModel") -> Any:
@@ -177,7 +187,11 @@ def shape(config: "PreTrainedConfig") -> dict[str, int]:
 def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the parameters of RoPE, of full-attention layers where each type of layer has its own."""
     rope = text_config(config).rope_parameters
-    return rope.get("full_attention", rope)
+    rope = rope.get("full_attention", rope)
+    if alpha := rope.get("alpha"):  # of Hunyuan, whose "dynamic" RoPE is ordinary RoPE with this base
+        size = head_dim(config)
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"] * alpha ** (size / (size - 2))}
+    return rope
 
 
 def max_length(config: "PreTrainedConfig") -> int:

@@ -51,7 +51,8 @@ def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: st
 
 def _weights_hash(model: "PreTrainedModel") -> str | None:
     base = decoder(model)
-    layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
+    attending = [layer for layer in base.layers if hasattr(layer, "self_attn")]  # others are linear attention
+    layers = [attending[i] for i in sorted({0, len(attending) // 2, len(attending) - 1})]
     projections = [module for layer in layers for module in _projections(layer)]
     weights: list[Any] = [getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)]
     return _hash(*map(_sample, weights)) if all(map(has_values, weights)) else None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
 from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
@@ -70,7 +71,7 @@ class _LayerTap(NotCopied):
         self.module, self.attend, self.family, self.rotates = module, attend, family, rotates
         self.current = _Pass()
         self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
-        if rotates:
+        if rotates and not family.changed_after_rope:
             queries, keys = family.modules_before_rope(module)
             self.handles += [queries.register_forward_hook(self._keep_q), keys.register_forward_hook(self._keep_k)]
 
@@ -118,14 +119,17 @@ class _LayerTap(NotCopied):
     def _before_rope(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries and keys of the current tokens before RoPE, cos and sin."""
         current = self.current
+        new = k[:, :, k.shape[2] - q.shape[2] :]
         if not self.rotates:
             angles = q.new_empty(1, q.shape[2], 0)
-            return q, k[:, :, k.shape[2] - q.shape[2] :], angles, angles
+            return q, new, angles, angles
+        assert current.position_embeddings is not None
+        cos, sin = self.family.cos_sin(current.position_embeddings)
+        if self.family.changed_after_rope:
+            return unrotate(q.detach(), cos, sin), unrotate(new.detach(), cos, sin), cos, sin
         assert current.q_nope is not None
         assert current.k_nope is not None
-        assert current.position_embeddings is not None
-        q_nope, k_nope = self.family.heads_before_rope(self.module, (current.q_nope, current.k_nope), q)
-        return q_nope, k_nope, *self.family.cos_sin(current.position_embeddings)
+        return *self.family.heads_before_rope(self.module, (current.q_nope, current.k_nope), q), cos, sin
 
     def remove(self) -> None:
         self.current.clear()

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
@@ -94,6 +94,8 @@ class DecoderHooks(NotCopied):
         config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
+            if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # made without the model's configuration
+                cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
             layers, routed = num_layers(config), self.sparse.routed
             dense = tuple(set(range(layers)) - self.sparse.routed_layers)
             router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)

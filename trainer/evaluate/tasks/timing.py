@@ -86,14 +86,18 @@ def with_growing_layers(model: PreTrainedModel, cache: Cache) -> Cache:
 
 
 def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, seed: int) -> DynamicCache:
-    """Returns transformers' default cache with ``length`` random keys and values of each sequence."""
+    """Returns transformers' default cache with ``length`` random keys and values of each sequence.
+
+    Layers of linear attention begin with an empty state, whose size does not depend on the length.
+    """
     from transformers import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin
 
     config = model.config
     cache = DynamicCache(config=config)
     generator = torch.Generator(model.device).manual_seed(seed)
     size = batch, models.num_kv_heads(config), length, models.head_dim(config)
-    for layer in range(models.num_layers(config)):
+    for layer in [i for i, each in enumerate(cache.layers) if isinstance(each, CacheLayerMixin)]:
         k, v = (torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in range(2))
         cache.update(k, v, layer)
     return cache

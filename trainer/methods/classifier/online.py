@@ -67,7 +67,8 @@ class OnlineTargets:
     def pass_bytes(self) -> int:
         """Returns the memory that a pass of the model over one prompt takes, in bytes; the MLP takes the most."""
         config = models.text_config(self.model.config)
-        width = 4 * config.hidden_size + 3 * config.intermediate_size
+        inner = getattr(config, "intermediate_size", None) or config.moe_intermediate_size
+        width = 4 * config.hidden_size + 3 * inner
         return self.cfg.data.seq_len * width * self.model.dtype.itemsize
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
@@ -67,8 +75,13 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
 
 
 def can_crop(cache: Cache) -> bool:
-    """Returns whether the last tokens can be removed: layers with a window that is full have forgotten those before it."""
+    """Returns whether the last tokens can be removed.
+
+    Layers with a window that is full have forgotten those before it, and layers of linear attention keep a sum of all tokens.
+    """
     layers: list[Any] = cache.layers
+    if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
+        return False
     return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
 
 
