@@ -91,7 +91,7 @@ def _passed(document: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[document["model_type"]]
-    kinds = {item.name: item.type for item in fields(config_class)} | {"rope_scaling": dict}
+    kinds = {item.name: item.type for item in fields(config_class)} | {"rope_scaling": dict, "per_layer_config": dict}
     return {
         key: False if value is None and kinds.get(key) is bool else value
         for key, value in document.items()

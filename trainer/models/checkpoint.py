@@ -14,13 +14,12 @@ from safetensors import safe_open
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.config_keys import FileName
 from msattn.trainer.models.families import (
-    LINEAR,
     family_of,
     head_dim,
-    layer_kinds,
     num_heads,
     num_kv_heads,
     num_layers,
+    served_layers,
     text_config,
 )
 from msattn.trainer.models.gguf import check_tensors
@@ -144,7 +143,7 @@ def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> Non
     """Raises UserError if the model has more weights than ``most``: a quantized file's bits, or the bytes of others."""
     text, heads = text_config(config), num_heads(config) + num_kv_heads(config)
     inner = 0 if family_of(config).experts else text.intermediate_size
-    attention = 2 * heads * head_dim(config) * sum(kind != LINEAR for kind in layer_kinds(config))
+    attention = 2 * heads * head_dim(config) * len(served_layers(config))  # others may be smaller
     weights = text.hidden_size * (attention + 3 * inner * num_layers(config) + text.vocab_size)
     if weights > most:
         raise files.error(ValueError(f"{weights:,} weights by its configuration, at most {most:,} in the files"))

@@ -60,6 +60,15 @@ class RopeByLayer:
 
 
 @dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a layer that differ from those of the model."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+    head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
+    num_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
     """The checked keys; of others transformers checks the types."""
 
@@ -88,6 +97,13 @@ class Architecture:
     original_max_position_embeddings: Positions | None = None
     no_rope_layers: list[Annotated[int, Interval(ge=0, le=1)]] | None = None
     no_rope_layer_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
+    # Layers with other sizes, or with the keys of others.
+    per_layer_config: dict[str, LayerSizes] | None = None
+    global_head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
+    num_global_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
+    num_kv_shared_layers: Annotated[int, Interval(ge=0, le=1024)] | None = 0
+    hidden_size_per_layer_input: Annotated[int, Interval(ge=0, le=2**20)] = 256
+    vocab_size_per_layer_input: Vocabulary = 262_144
     # Layers that attend within windows and chunks, and what is done to their scores.
     layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]] | None = None
     full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # of layers of which the others are linear attention
@@ -127,7 +143,6 @@ class Architecture:
     # Other models, or other files, than the keys above describe.
     compression_config: None = None
     configuration_files: None = None
-    per_layer_config: None = None
     transformers_weights: None = None
 
     def __post_init__(self) -> None:

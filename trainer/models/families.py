@@ -7,13 +7,13 @@ compares names of families.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
@@ -69,6 +69,10 @@ class Family:
 
 MIXTURE = Family(one_window=True, experts=True, hashed=("sliding_window",))
 GEMMA = ("hidden_activation", "query_pre_attn_scalar", "layer_types", "sliding_window")
+GEMMA4 = (
+    *("hidden_activation", "layer_types", "sliding_window", "attention_k_eq_v", "num_kv_shared_layers"),
+    *("hidden_size_per_layer_input", "enable_moe_block"),
+)
 LLAMA4 = ("use_qk_norm", "attn_temperature_tuning", "floor_scale", "attn_scale")
 LINEAR_HEADS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 BETWEEN_LINEAR = ("layer_types", "linear_conv_kernel_dim", *LINEAR_HEADS)
@@ -92,6 +96,7 @@ FAMILIES: dict[str, Family] = {
         complex_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
     ),
     "gpt_oss": Family(plain_scores=False, half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
+    "gemma4_text": Family(hashed=GEMMA4),
     "glm4_moe": Family(experts=True, hashed=("use_qk_norm",)),
     "ministral3": Family(one_window=True, changed_after_rope=True, hashed=("sliding_window",)),
     "hunyuan_v1_dense": Family(changed_after_rope=True),
@@ -122,7 +127,10 @@ def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
     """
     config = text_config(config)
     rotates = getattr(config, "no_rope_layers", None) or [True] * num_layers(config)  # 1 stands for a layer with RoPE
-    return [LayerAttention(i, bool(rotates[i]), _kept(config, kind, rotates[i])) for i, kind in enumerate(layer_kinds(config))]
+    own_keys = num_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    kept = [_kept(config, kind, rotates[i]) for i, kind in enumerate(layer_kinds(config))]
+    kept[own_keys:] = [each or "it reads the keys of another layer" for each in kept[own_keys:]]
+    return [LayerAttention(i, bool(rotates[i]), reason) for i, reason in enumerate(kept)]
 
 
 def served_layers(config: "PreTrainedConfig") -> list[int]:
@@ -171,11 +179,26 @@ def num_heads(config: "PreTrainedConfig") -> int:
 
 
 def num_kv_heads(config: "PreTrainedConfig") -> int:
-    return getattr(text_config(config), "num_key_value_heads", None) or num_heads(config)
+    return getattr(full_attention_config(config), "num_key_value_heads", None) or num_heads(config)
 
 
 def head_dim(config: "PreTrainedConfig") -> int:
-    return getattr(text_config(config), "head_dim", None) or text_config(config).hidden_size // num_heads(config)
+    config = full_attention_config(config)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def full_attention_config(config: "PreTrainedConfig") -> Any:
+    """Returns the configuration of full-attention layers, of which some models have other sizes than of the others.
+
+    Raises UserError if full-attention layers differ among each other.
+    """
+    config = text_config(config)
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    try:
+        return config.per_layer_config[FULL]
+    except ValueError as error:
+        raise UserError(f"per_layer_config: {first_line(error)}") from error
 
 
 def shape(config: "PreTrainedConfig") -> dict[str, int]:
@@ -192,6 +215,13 @@ def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
         size = head_dim(config)
         return {"rope_type": "default", "rope_theta": rope["rope_theta"] * alpha ** (size / (size - 2))}
     return rope
+
+
+def rotated_channels(config: "PreTrainedConfig") -> float:
+    """Returns the number of channels of a head that rotate: with "proportional" RoPE all, some of them by no angle."""
+    rope = rope_parameters(config)
+    share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
+    return share * head_dim(config)
 
 
 def max_length(config: "PreTrainedConfig") -> int:
@@ -257,8 +287,8 @@ def refusal(config: Any) -> str | None:
             f"model_type={config.model_type!s:.60}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank!s:.20}) "
             "caches latent vectors; accepted are decoders that cache keys, which gates and buckets read"
         )
-    if getattr(config, "use_bidirectional_attention", None):
-        return "use_bidirectional_attention=True: accepted is causal attention"
+    if (found := getattr(config, "use_bidirectional_attention", None)) and found != "vision":  # of images alone
+        return f"use_bidirectional_attention={found!s:.20}: accepted is causal attention"
     if not getattr(config, "is_causal", True):
         return "is_causal=False: accepted is causal attention"
     return None
@@ -269,11 +299,10 @@ def _check_rope(config: Any) -> None:
     rope = rope_parameters(config)
     if rope["rope_type"] not in ROPE_TYPES:
         raise UserError(f"rope_type={rope['rope_type']}: accepted are {', '.join(ROPE_TYPES)}")
-    factor = rope.get("factor", 1.0 if rope["rope_type"] in ("default", "longrope") else None)
+    factor = rope.get("factor", 1.0 if rope["rope_type"] in ("default", "longrope", "proportional") else None)
     if not isinstance(factor, int | float) or factor < 1:
         raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted are numbers of 1 or more")
-    share = rope.get("partial_rotary_factor", 1.0)
-    rotated = share * head_dim(config)
+    share, rotated = rope.get("partial_rotary_factor", 1.0), rotated_channels(config)
     if rotated != int(rotated) or rotated % 2 or not 0 < share <= 1:
         raise UserError(f"partial_rotary_factor={share}: accepted are even numbers of {head_dim(config)} channels")
     for name in ("short_factor", "long_factor") if rope["rope_type"] == "longrope" else ():

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError, first_line
-from msattn.trainer.models.families import ROPE_TYPES, family_of, head_dim, rope_parameters, text_config
+from msattn.trainer.models.families import (
+    ROPE_TYPES,
+    family_of,
+    full_attention_config,
+    head_dim,
+    rope_parameters,
+    rotated_channels,
+)
 from msattn.trainer.models.layer_attention import LayerInputs
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types whose angles depend on the length of the sequence at the time
 ORIGINAL = "original_max_position_embeddings"  # tokens of pretraining, from which llama3 and yarn compute their frequency bands
 WITH_ORIGINAL = ("llama3", "yarn")
-STRETCHING = ("linear", "llama3", "yarn")  # types whose lowest frequencies are divided by a fixed factor
+STRETCHING = ("linear", "llama3", "yarn", "proportional")  # types whose lowest frequencies are divided by a fixed factor
 
 
 class KeysNotKnown(RuntimeError):
@@ -119,7 +126,7 @@ def inverse_frequencies(
         rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
-    sized = copy.deepcopy(text_config(config))
+    sized = copy.deepcopy(full_attention_config(config))
     sized.head_dim, sized.rope_parameters = dim, dict(rope)
     if kind == "longrope":  # a factor for each pair
         for name in ("short_factor", "long_factor"):
@@ -132,8 +139,7 @@ def inverse_frequencies(
 
 def channel_pairs(config: "PreTrainedConfig") -> Tensor:
     """Returns the two channels of each pair, int64 ``[D / 2, 2]``: those that rotate, by frequency, then the others."""
-    size = head_dim(config)
-    rotated = int(size * rope_parameters(config).get("partial_rotary_factor", 1.0))
+    size, rotated = head_dim(config), int(rotated_channels(config))
     channels, rest = torch.arange(rotated), torch.arange(rotated, size)
     pairs = channels.view(-1, 2) if family_of(config).interleaved else channels.view(2, -1).T
     return torch.cat([pairs, rest.view(2, -1).T])
@@ -159,6 +165,8 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
     kind, before = scaling.get("rope_type"), rope_parameters(config)
     if kind not in ROPE_TYPES:
         raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
+    if before["rope_type"] == "proportional" != kind:  # others rotate other pairs of channels
+        raise UserError(f"model.rope_scaling.rope_type={kind}: accepted is proportional, the model's own")
     try:
         unscaled = config.max_position_embeddings / _stretch(before)
         original = {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}

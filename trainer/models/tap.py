@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import Family, attention_layers, decoder, family_of, max_length
+from msattn.trainer.models.families import FULL, Family, attention_layers, decoder, family_of, layer_kinds, max_length
 from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
 from msattn.trainer.models.stand_ins import NotCopied
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "msattn_tap"
 # The same, from the first manager of continuous batching on: transformers accepts only names that contain "flash" for it, with
-# which generate keeps masks without padding, too, and reads them for each token.
+# which generate keeps masks without padding, too, and reads them for each token. Models whose last layers read the keys of others
+# (Gemma 4) have it, too: with other names they drop all but the last token before these layers, also of the masks, which are 4D.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer
@@ -37,9 +38,13 @@ _entering = threading.Lock()  # of two threads that attach one model, the second
 
 
 class _Kept(NamedTuple):
-    """The layers of a tapped model that are not served, and their attention implementation."""
+    """The layers of a tapped model that are not served, and their attention implementation.
+
+    Those of full attention have the mask of served layers, and run :func:`causal_attention`.
+    """
 
     layers: frozenset[int]
+    full: frozenset[int]
     implementation: str
 
 
@@ -170,6 +175,8 @@ def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
     kept = _kept[id(module.config)]
     if module.layer_idx not in kept.layers:
         raise UserError("model: it shares its configuration with an attached model; give it a copy of it")
+    if module.layer_idx in kept.full:
+        return _dense_attention
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(kept.implementation, eager)
 
@@ -279,8 +286,9 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
                     taps.append(_LayerTap(base.layers[layer.layer].self_attn, attend, family_of(config), layer.rotates))
             capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
             kept = frozenset(layer.layer for layer in layers if layer.kept)
-            _kept[id(config)] = _Kept(kept, "eager" if capped else before)
-            config._attn_implementation = IMPLEMENTATION
+            full = frozenset(i for i, kind in enumerate(layer_kinds(config)) if kind == FULL) & kept
+            _kept[id(config)] = _Kept(kept, full, "eager" if capped else before)
+            config._attn_implementation = BATCHED_IMPLEMENTATION if full else IMPLEMENTATION
         try:
             yield
         finally:
@@ -314,8 +322,11 @@ def _dense_attention(
     scaling: float,
     **unused: object,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, None]:
-    """Computes dense attention for transformers; casts, because under autocast queries and keys are fp32 after RoPE."""
-    out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=None)
+    """Computes dense attention for transformers; ``attention_mask`` is ``kv_start``.
+
+    It casts, because under autocast queries and keys are fp32 after RoPE.
+    """
+    out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=attention_mask)
     return out.transpose(1, 2).contiguous(), None
 
 

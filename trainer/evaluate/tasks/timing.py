@@ -96,8 +96,9 @@ def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, see
     config = model.config
     cache = DynamicCache(config=config)
     generator = torch.Generator(model.device).manual_seed(seed)
-    size = batch, models.num_kv_heads(config), length, models.head_dim(config)
     for layer in [i for i, each in enumerate(cache.layers) if isinstance(each, CacheLayerMixin)]:
+        own: Any = models.text_config(config).per_layer_config[layer]
+        size = batch, models.num_kv_heads(own), length, models.head_dim(own)
         k, v = (torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in range(2))
         cache.update(k, v, layer)
     return cache

@@ -5,10 +5,10 @@ from typing import Any
 
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
-    DynamicCache,
+        DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
     StaticCache,
     StaticLayer,
 )
@@ -80,9 +80,11 @@ def can_crop(cache: Cache) -> bool:
     Layers with a window that is full have forgotten those before it, and layers of linear attention keep a sum of all tokens.
     """
     layers: list[Any] = cache.layers
-    if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
-        return False
-    return not any(layer.is_sliding and layer.get_seq_length() >= layer.sliding_window for layer in layers)
+    return not any(
+        isinstance(layer, LinearAttentionCacheLayerMixin)
+        or (getattr(layer, "is_sliding", False) and layer.get_seq_length() >= layer.sliding_window)
+        for layer in layers
+    )
 
 
 def _is_replaceable(layer: Any) -> bool:
