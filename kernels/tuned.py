@@ -88,8 +88,12 @@ FULL_PRECISION = dict.fromkeys((kernel for kernel, _ in _SHIPPED), Tile(64, 16, 
 def pick(kernel: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
     """Returns the tile of a kernel for heads of the given padded size.
 
-    A GPU without entries in ``TILES`` uses those of the next older compute capability.
+    A GPU without entries in ``TILES`` uses those of the next older compute capability. Heads of 512 have the tile of heads of
+    256 with half the rows and keys, which has as many bytes.
     """
+    if padded_head > 256 and (kernel, head_bytes(padded_head, dtype)) not in user_tiles():
+        tile = pick(kernel, 256, dtype, capability)
+        return tile._replace(rows=max(16, tile.rows // 2), keys=max(16, tile.keys // 2))
     if dtype == torch.float32:
         return FULL_PRECISION[kernel]
     size = head_bytes(padded_head, dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels.types import Backend
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 HAS_TRITON = find_spec("triton") is not None
 
 

@@ -132,12 +132,12 @@ def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     """Returns the tile for ``rows`` = group * N and a padded head size of ``cols``.
 
-    Up to 128 rows share one read of keys and values. Shared memory holds three tiles of each. A tile has up to 32 KiB where
-    shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
+    Up to 128 rows, or 32 of heads of 512, share one read of keys and values. Shared memory holds three tiles of each. A tile
+    has up to 32 KiB where shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
     """
     if itemsize == 4:  # fp32 runs on CUDA cores
         return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
-    rows = max(16, min(128, triton.next_power_of_2(rows)))
+    rows = max(16, min(128 if cols <= 256 else 32, triton.next_power_of_2(rows)))
     large = 90 <= sm < 120 and rows < 128
     keys = max(16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize)))
     programs = 2 if rows < 128 and keys * cols * itemsize <= 16384 else 1

@@ -28,7 +28,7 @@ def pool_means(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -
     col_blocks = triton.cdiv(num_keys, block_size)
     means = k.new_empty((batch, heads, num_tiles(col_blocks) * block_size, 2, head))
     cols = padded_head(head)
-    at_once = POOL_TILE_ELEMENTS // cols
+    at_once = max(8, POOL_TILE_ELEMENTS // cols)
     _pool_kernel[(triton.cdiv(triton.cdiv(col_blocks, 8) * 8 * block_size, at_once), heads, batch)](
         k, v, means, kv_start, *k.stride()[:3], *v.stride()[:3], num_keys, col_blocks,
         HEAD=head, COLS=cols, BLOCK=block_size, KEYS=at_once, num_warps=1,

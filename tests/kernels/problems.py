@@ -97,6 +97,7 @@ CASES = [
     Case(1, 2, 2, 130, 65, 80, torch.float16, False, (20,), 16),
     Case(1, 1, 1, 257, 257, 256, torch.float16, True, None, 64),
     Case(1, 2, 1, 40, 90, 8, torch.float32, True, (60,), 16),
+    Case(1, 2, 1, 70, 70, 512, torch.float16, True, (5,), 64),
 ]
 
 # Soft-capped scores: cases and limits, for a scale of CAPPED_SCALE, which makes some scores exceed the smaller limit.

@@ -95,6 +95,7 @@ CASES = [
     Case(1, 20, 1, 111, 8, HALF, recent=500),
     Case(2, 2, 2, 65, 80, HALF, recent=(1, 2), filled=(0, 65), num_probes=70),
     Case(1, 4, 2, 40, 64, HALF, num_probes=0, recent=0, sink=0),
+    Case(1, 4, 2, 70, 512, HALF, padding=(5,)),
 ]
 
 
@@ -123,7 +124,7 @@ def test_any_index(num_keys: int, num_buckets: int, num_probes: int, recent: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisoned: None) -> None:
     heads, windows, probes = [(2, 2), (4, 1), (7, 1)], [(0, 0), (1, 9), (4, (2, 100))], [0, 5, 100]

@@ -100,6 +100,7 @@ CASES = [
     Case(1, 1, 1, 7, 300, 256, HALF, 2, True),
     Case(1, 2, 2, 65, 63, 128, FULL, 70, True, 500),
     Case(1, 2, 1, 63, 111, 8, FULL, 10, False, 20, True),
+    Case(1, 2, 1, 20, 70, 512, HALF, 9, True),
 ]
 
 
@@ -130,7 +131,7 @@ def test_any_lengths(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_buckets", [1, 64, 4096])
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, poisoned: None) -> None:
     heads, lengths, masks = [(2, 2), (4, 1), (7, 1)], [(1, 1), (63, 63), (65, 111), (111, 4095)], [(False, None), (True, 9)]

@@ -6,7 +6,7 @@ launch them.
 
 A new operation, or a module of kernels beside them, adds a function that calls the launcher with small CPU tensors of the given
 dtype and head size. Compilation is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are
-distributed over the GPUs. Further shapes (heads of 64, heads of 256, which need the most shared memory, and fp32) compile with
+distributed over the GPUs. Further shapes (heads of 64, of 256 and 512, which need the most shared memory, and fp32) compile with
 the GPU tests. Triton caches what it compiled by source, so that an unchanged kernel is not compiled again.
 """
 
@@ -28,12 +28,15 @@ from tests.kernels.problems import random_buckets
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # maximum bytes per block, by compute capability
 HEADS = {80: (("bfloat16", 128),), 90: (("float16", 128),)}
-FURTHER_HEADS = {80: (("bfloat16", 256),), 90: (("float32", 64), ("float32", 256), ("float16", 64))}
+FURTHER_HEADS = {
+    80: (("bfloat16", 256), ("bfloat16", 512)),
+    90: (("float32", 64), ("float32", 256), ("float16", 64), ("bfloat16", 512)),
+}
 CAPS = (None, 30.0)
 PARTS = 3  # processes
 Variant = TypeVar("Variant")
 Heads = dict[int, tuple[tuple[str, int], ...]]
-SIZES = (64, 128, 256)
+SIZES = (64, 128, 256, 512)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -238,7 +241,7 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import conv_decode as op
 
     usual, least, widest = (1, (6, 11), "query"), (2, (1, 1), "query"), (4, (3, 32), "key")
-    kv_heads, taps, mask = {64: least, 128: usual, 256: widest}[head_size]
+    kv_heads, taps, mask = {64: least, 128: usual}.get(head_size, widest)
     q, k, v = random_qkv(2, 4, kv_heads, taps[0], 200, head_size, dtype)
     op.launch(q, k, v, torch.ones(4, *taps), starts([8, 0]), starts([200, 7]), 0.1, mask, None)
 

@@ -126,6 +126,7 @@ CASES = [
     Case(2, 20, 1, 9, 65, 8, HALF, True, "sliding_window", padding=(20, 60), filled=(64, 65)),
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
+    Case(1, 4, 1, 16, 70, 512, HALF, True, "softcap", splits=2),
     Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more splits than maxima that are read at a time
 ]
 
@@ -138,7 +139,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, variant: Variant, device
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     """All modifications for one query, then some problems that fill larger tiles."""

@@ -44,6 +44,7 @@ CASES = [
     Case(1, 1, 300, 7, 256, HALF),
     Case(1, 2, 128, 128, 128, HALF),
     Case(3, 1, 65, 33, 80, FULL),
+    Case(1, 2, 70, 33, 512, HALF),
 ]
 
 
@@ -83,7 +84,7 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     for num_keys, num_buckets in itertools.product((1, 63, 129, 4095), (1, 7, 128, 1000, 1024)):
@@ -209,7 +210,7 @@ def test_nearest_refuses(change: dict[str, Any], message: str) -> None:
         ({"buckets": torch.zeros(1, 2, 20)}, "buckets is torch.float32"),
         ({"buckets": torch.zeros(1, 2, 21).int()}, r"buckets is torch.int32 \(1, 2, 21\): expected int32 \(1, 2, 20\)"),
         ({"num_buckets": 0}, "num_buckets=0"),
-        ({"k": torch.zeros(1, 2, 20, 264)}, "head size 264"),
+        ({"k": torch.zeros(1, 2, 20, 520)}, "head size 520"),
     ],
 )
 def test_sums_refuse(change: dict[str, Any], message: str) -> None:

@@ -24,7 +24,7 @@ class BenchConfig:
         "numbers of keys; null: 8192, 32768, 131072 on a GPU, 512, 1024 on a CPU", default=None
     )
     heads: list[Heads] | None = key("query heads, key/value heads; null: 32, 8 on a GPU, 8, 2 on a CPU", default=None)
-    head_size: Int = key("channels of a head, a multiple of 8 up to 256", default=128)
+    head_size: Int = key("channels of a head, a multiple of 8 up to 512", default=128)
     dtype: DType = key(DTYPE, default="auto")
     batch: Count = key("number of sequences", default=1)
     sparsities: Annotated[list[Sparsity], MinLen(1)] = key(
@@ -54,5 +54,5 @@ class BenchConfig:
         heads = self.heads or [1, 1]
         ok = len(heads) == 2 and heads[0] % heads[1] == 0
         require(ok, "bench.heads", self.heads, "query heads and key/value heads, the first a multiple of the second")
-        ok = 0 < self.head_size <= 256 and self.head_size % 8 == 0
-        require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 256")
+        ok = 0 < self.head_size <= 512 and self.head_size % 8 == 0
+        require(ok, "bench.head_size", self.head_size, "a multiple of 8 up to 512")

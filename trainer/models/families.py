@@ -270,8 +270,8 @@ def check_supported(config: "PreTrainedConfig") -> None:
     heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
     if heads % kv_heads:
         raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
-    if size % 8 or not 8 <= size <= 256:
-        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 256")
+    if size % 8 or not 8 <= size <= 512:
+        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 512")
     for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
         if kind in layer_kinds(config) and not getattr(config, key, None):
             raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number of tokens")

@@ -1,4 +1,4 @@
-"""Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG) and one HTML page."""
+"""Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG), one HTML page, and RULER's as ``ruler.md``."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed
 from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
+from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.report.style import drawing, phone_path, stack_panels
 from msattn.trainer.evaluate.row import EvalRow, flat
@@ -54,6 +55,8 @@ def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Com
     text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     write_table(folder / "results.csv", flat(rows))
+    if of_ruler := [row for row in rows if row.task == "ruler"]:
+        (folder / "ruler.md").write_text(leaderboard(of_ruler), encoding="utf-8")
     (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
     return figures
 

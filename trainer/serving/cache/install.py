@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers.cache_utils import (
     Cache,
-        DynamicCache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,

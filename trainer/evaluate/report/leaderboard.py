@@ -1,0 +1,43 @@
+"""RULER's scores in the layout of kvpress' leaderboard: a line for each method, a column for each share of keys left out."""
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+
+from msattn.trainer.evaluate.row import EvalRow
+
+LEFT_OUT = re.compile(r"sparsity (?P<sparsity>[\d.]+)")
+READ = re.compile(r"(?P<share>[\d.]+) % of (far )?keys")
+
+
+def leaderboard(rows: Sequence[EvalRow]) -> str:
+    """Returns a table in Markdown for each length of the prompts; empty without rows."""
+    lengths = sorted({row.extra["length"] for row in rows})
+    return "\n".join(_table([row for row in rows if row.extra["length"] == length], length) for length in lengths)
+
+
+def _table(rows: list[EvalRow], length: int) -> str:
+    columns = sorted({_column(row) for row in rows}, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0))
+    methods = {row.method: {_column(own): own for own in rows if own.method == row.method} for row in rows}
+    best_first = sorted(methods, key=lambda method: fmean(row.score for row in methods[method].values()), reverse=True)
+    lines = [
+        [method.label, *(_cell(methods[method].get(name)) for name in columns)]
+        for method in sorted(best_first, key=lambda method: not method.is_dense)
+    ]
+    table = [["method", *columns], ["---"] * (1 + len(columns)), *lines]
+    title = f"RULER, {rows[0].samples} prompts of {length:,} tokens: score (keys read), both in %, by the share left out"
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table), ""])
+
+
+def _column(row: EvalRow) -> str:
+    """Returns the share of blocks or keys that was to be left out, kvpress' compression ratio; of others, their setting."""
+    if row.method.is_dense:
+        return "0 %"
+    if found := LEFT_OUT.fullmatch(row.setting):
+        return f"{100 * float(found['sparsity']):g} %"
+    found = READ.search(row.setting)
+    return f"{100 - float(found['share']):g} %" if found else row.setting
+
+
+def _cell(row: EvalRow | None) -> str:
+    return f"{100 * row.score:.1f} ({100 * (row.selectivity or 0):.1f})" if row else ""
