@@ -91,7 +91,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
         "sliding_window": 24,
         "attention_k_eq_v": True,
         "per_layer_config": {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")},
-        "vocab_size_per_layer_input": 128,
+        "vocab_size_per_layer_input": 4096,
         "hidden_size_per_layer_input": 8,
         "final_logit_softcapping": 3.0,
         "rope_parameters": {

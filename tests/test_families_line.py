@@ -39,7 +39,7 @@ def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "glm4", "gpt_oss", "ministral3", "hunyuan_v1_moe", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3_text", "glm4", "gpt_oss", "gemma4_text", "hunyuan_v1_moe", "qwen3_next"])
 @pytest.mark.usefixtures("quick_start")
 def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     served = served_layers(model.config)

@@ -136,7 +136,8 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     has up to 32 KiB where shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
     """
     if itemsize == 4:  # fp32 runs on CUDA cores
-        return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=3, programs=2)
+        stages = 3 if cols <= 256 else 1
+        return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=stages, programs=2)
     rows = max(16, min(128 if cols <= 256 else 32, triton.next_power_of_2(rows)))
     large = 90 <= sm < 120 and rows < 128
     keys = max(16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize)))

@@ -6,7 +6,7 @@ launch them.
 
 A new operation, or a module of kernels beside them, adds a function that calls the launcher with small CPU tensors of the given
 dtype and head size. Compilation is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are
-distributed over the GPUs. Further shapes (heads of 64, of 256 and 512, which need the most shared memory, and fp32) compile with
+distributed over the GPUs. Further shapes (heads of 64, of 256 and 512 for the most shared memory, and fp32) compile with
 the GPU tests. Triton caches what it compiled by source, so that an unchanged kernel is not compiled again.
 """
 

@@ -80,7 +80,46 @@ MODELS: dict[str, tuple[dict[str, Any], int, int]] = {  # with the number of lay
         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6,
     }, 4, 256),
+    "Gemma 4 of 60 layers": ({
+        **sizes(5376, 21504, 60, 32, 16, 262144), "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512,
+        "num_global_key_value_heads": 4, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 262144, "use_bidirectional_attention": "vision",
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10, "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }, 10, 512),
+    "GLM-4.5-Air": ({
+        **sizes(4096, 10944, 46, 96, 8, 151552), "model_type": "glm4_moe", "head_dim": 128, "partial_rotary_factor": 0.5,
+        "attention_bias": True, "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 131072, "norm_topk_prob": True, "rope_theta": 1000000, "use_qk_norm": False,
+    }, 46, 64),
+    "Ministral-3-8B, text": ({
+        **sizes(4096, 14336, 34, 32, 8, 131072), "model_type": "ministral3", "head_dim": 128, "sliding_window": None,
+        "max_position_embeddings": 262144, "rope_parameters": {
+            "type": "yarn", "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 16384, "max_position_embeddings": 262144, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }, 34, 128),
+    "Hunyuan-7B-Instruct": ({
+        **sizes(4096, 14336, 32, 32, 8, 128167), "model_type": "hunyuan_v1_dense", "head_dim": 128, "eod_token_id": 127967,
+        "max_position_embeddings": 32768, "use_qk_norm": True, "rope_theta": 10000.0, "rope_scaling": {
+            "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+    }, 32, 128),
+    "Qwen3-Next-80B-A3B-Instruct": ({
+        **sizes(2048, 5120, 48, 16, 2, 151936), "model_type": "qwen3_next", "head_dim": 256, "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+        "decoder_sparse_step": 1, "moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts": 512,
+        "num_experts_per_tok": 10, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+    }, 12, 64),
 }  # fmt: skip
+LAYERS_ALONE = {"head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"}  # of Gemma 4
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,13 +130,20 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     check_supported(config)
     assert len(served_layers(config)) == served
     assert 2 * len(inverse_frequencies(config)[0]) == rotated
-    changed = {*WRITTEN, "model_type", "rope_scaling", "rope_theta", "rope_local_base_freq", "auto_map", *SLIDING, "use_cache"}
-    for key in {*document} - changed - {"architectures", "partial_rotary_factor", "sliding_window_pattern"}:
+    changed = {*WRITTEN, *SLIDING, "model_type", "architectures", "auto_map", "use_cache", "full_attention_interval"}
+    changed |= {"rope_scaling", "rope_parameters", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
+    changed |= {"sliding_window_pattern"} | (LAYERS_ALONE if "global_head_dim" in document else set())
+    for key in {*document} - changed:
         assert getattr(config, key) == document[key], key
-    scaling = document.get("rope_scaling") or {"type": "default"}
-    assert rope_parameters(config)["rope_type"] == scaling.get("rope_type", scaling.get("type"))
-    assert rope_parameters(config)["rope_theta"] == document.get("rope_theta", 10000.0)
-    assert rope_parameters(config).get("factor") == scaling.get("factor")
+    scaling = document.get("rope_parameters") or document.get("rope_scaling") or {"type": "default"}
+    scaling, found = scaling.get("full_attention", scaling), rope_parameters(config)
+    base = scaling.get("rope_theta", document.get("rope_theta", 10000.0))
+    if alpha := scaling.get("alpha"):
+        assert found == {"rope_type": "default", "rope_theta": base * alpha ** (128 / 126)}
+        return
+    assert found["rope_type"] == scaling.get("rope_type", scaling.get("type"))
+    assert found["rope_theta"] == base
+    assert found.get("factor") == scaling.get("factor")
 
 
 def test_a_generation_configuration(tmp_path: Path) -> None:

@@ -265,12 +265,19 @@ VISION = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "vision"), [("gemma3", "gemma3_text", "siglip_vision_model"), ("llava", "llama", "clip_vision_model")]
+    ("kind", "text", "vision"),
+    [
+        ("gemma3", "gemma3_text", "siglip_vision_model"),
+        ("llava", "llama", "clip_vision_model"),
+        ("gemma4", "gemma4_text", "gemma4_vision"),
+        ("mistral3", "ministral3", "pixtral"),
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
+    ],
 )
 @torch.no_grad()
 def test_models_with_images_are_served_on_text(kind: str, text: str, vision: str) -> None:
-    parts = {"text_config": tiny_architecture(text), "vision_config": {"model_type": vision, **VISION}}
-    config = AutoConfig.for_model(kind, **parts, image_token_index=127)
+    parts = {"text_config": tiny_architecture(text), "vision_config": {"model_type": vision, **VISION}, "audio_config": None}
+    config = AutoConfig.for_model(kind, **parts, image_token_index=127, image_token_id=127)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     ids, mask = left_padded([random_tokens(1, n, seed=n, vocab_size=120)[0] for n in (61, 100)])
     expected = model(input_ids=ids, attention_mask=mask).logits
@@ -285,6 +292,10 @@ def test_models_with_images_are_served_on_text(kind: str, text: str, vision: str
     with attached(model, sparsity=0.5, probes=1) as sparse:
         model.generate(ids, **options)
         assert sparse.stats()["sparsity"] > 0.3
+        if kind == "qwen3_5":
+            positions = torch.arange(100).expand(4, 2, 100) * torch.tensor([1, 1, 2, 1])[:, None, None]
+            with pytest.raises(UserError, match="positions in height and width, are not supported"):
+                model(input_ids=ids, position_ids=positions)
         if kind == "gemma3":
             with pytest.raises(UserError, match="images whose tokens see each other"):
                 model(input_ids=ids, attention_mask=mask, token_type_ids=torch.ones_like(ids))

@@ -103,7 +103,7 @@ class Architecture:
     num_global_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
     num_kv_shared_layers: Annotated[int, Interval(ge=0, le=1024)] | None = 0
     hidden_size_per_layer_input: Annotated[int, Interval(ge=0, le=2**20)] = 256
-    vocab_size_per_layer_input: Vocabulary = 262_144
+    vocab_size_per_layer_input: Vocabulary | None = None
     # Layers that attend within windows and chunks, and what is done to their scores.
     layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]] | None = None
     full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # of layers of which the others are linear attention
@@ -148,6 +148,10 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}")
+        if self.vocab_size_per_layer_input is not None and self.vocab_size_per_layer_input < self.vocab_size:
+            raise ValueError(
+                f"vocab_size_per_layer_input={self.vocab_size_per_layer_input} is below vocab_size={self.vocab_size}"
+            )
         if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
             raise ValueError(f"no_rope_layers has {len(self.no_rope_layers)} numbers for {self.num_hidden_layers} layers")
         experts = self.num_local_experts or self.num_experts or self.n_routed_experts

@@ -192,11 +192,11 @@ def full_attention_config(config: "PreTrainedConfig") -> Any:
 
     Raises UserError if full-attention layers differ among each other.
     """
-    config = text_config(config)
-    if not getattr(config, "is_heterogeneous", False):
-        return config
+    text = text_config(config)
+    if not getattr(text, "is_heterogeneous", False):
+        return text
     try:
-        return config.per_layer_config[FULL]
+        return text.per_layer_config[FULL]
     except ValueError as error:
         raise UserError(f"per_layer_config: {first_line(error)}") from error
 

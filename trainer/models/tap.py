@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "msattn_tap"
 # The same, from the first manager of continuous batching on: transformers accepts only names that contain "flash" for it, with
-# which generate keeps masks without padding, too, and reads them for each token. Models whose last layers read the keys of others
-# (Gemma 4) have it, too: with other names they drop all but the last token before these layers, also of the masks, which are 4D.
+# which generate keeps masks without padding, too, and reads them for each token. Models whose last layers read the keys of
+# others (Gemma 4) have it, too: with other names, they cut their queries before these layers, and masks as if those were 4D.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer

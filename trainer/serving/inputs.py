@@ -35,9 +35,22 @@ def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, st
         fits = _is_ordinary(mask) and mask.shape == (batch, cached + length)
         _require(fits, "attention_mask", mask, f"a 2D mask [{batch}, {cached + length}], cached tokens included")
     if positions is not None:
+        positions = _text_positions(positions, length)
         fits = _is_ordinary(positions) and positions.shape in ((batch, length), (1, length)) and positions.dtype in INTEGERS
         _require(fits, "position_ids", positions, f"integers [{batch}, {length}]")
     return tokens
+
+
+def _text_positions(positions: Any, length: int) -> Any:
+    """Returns the positions of text, from those that models with images give for time, height and width, too.
+
+    Raises UserError if a token of a prompt has several, as images have: cached keys do not tell them.
+    """
+    if not (_is_ordinary(positions) and positions.ndim == 3 and len(positions) == 4):  # the first ones are those of text
+        return positions
+    if length > 1 and (positions[1:] != positions[1]).any():
+        raise UserError("position_ids: images, whose tokens have positions in height and width, are not supported")
+    return positions[0]
 
 
 def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
