@@ -56,6 +56,7 @@ def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) ->
         ("llama4_text", None, r"chunked_attention\); use msattn generate"),
         ("gemma2", None, r"attn_logit_softcapping=2\.0 is not supported\); use msattn generate"),
         ("gemma3_text", "quest", r"layer 0 .* window of 24 tokens\); give dense=true, or use msattn generate"),
+        ("qwen3_next", "quest", r"layer 0 .* linear attention, which caches no keys\); use msattn generate"),
         ("gpt_oss", "quest", r"attention sinks are not supported\); give dense=true, or use msattn generate"),
     ],
 )

@@ -155,9 +155,9 @@ def check_attached(model: Any, sparse: Sparse) -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: accepted are language models, not models with images")
-    check_paged(decoder(model).config, sparse, "generate_batch")
-    if any(getattr(layer.self_attn, "sinks", None) is not None for layer in decoder(model).layers):
+    if any(getattr(getattr(layer, "self_attn", None), "sinks", None) is not None for layer in decoder(model).layers):
         raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
+    check_paged(decoder(model).config, sparse, "generate_batch")
 
 
 def check_paged(config: Any, sparse: Sparse, engine: str) -> None:

@@ -315,9 +315,9 @@ class Engine:
 def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]:
     """Raises a UserError with a remedy for a model that continuous batching does not serve, as it is or as it is attached."""
     config = model.config.get_text_config()
-    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    never = {"chunked_attention", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}
     capped = getattr(config, "attn_logit_softcapping", None)
-    remedy = "use msattn generate" if sparse is None or chunked or capped else "give dense=true, or use msattn generate"
+    remedy = "use msattn generate" if sparse is None or never or capped else "give dense=true, or use msattn generate"
 
     def refused(error: Exception) -> UserError:
         reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; accepted is model.generate")
