@@ -18,6 +18,7 @@ from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
+from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import examples, page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -50,6 +51,35 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     setting = "" if method == "dense" else "2 probes"
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", named(method), setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
+
+
+def test_rulers_scores_in_the_layout_of_a_leaderboard() -> None:
+    """The best method first after dense attention; settings without a share of their own follow in columns of their own."""
+    found = [
+        EvalRow("ruler", named(method), setting, score, "average", selectivity=read, samples=40, extra={"length": length})
+        for method, setting, score, read, length in (
+            ("dense", "", 0.35, 1.0, 4096),
+            ("classifier", "2 probes", 0.1, 0.04, 4096),
+            ("Quest pages", "about 12.5 % of keys", 0.2, 0.13, 4096),
+            ("gate", "sparsity 0.875", 0.3, 0.21, 4096),
+            ("gate", "sparsity 0.5", 0.345, 0.52, 4096),
+            ("classifier", "50 % of far keys", 0.32, 0.51, 4096),
+            ("dense", "", 0.3, 1.0, 8192),
+        )
+    ]
+    first, second = leaderboard(found).split("RULER, ")[1:]
+    assert first.splitlines() == [
+        "40 prompts of 4,096 tokens: score (keys read), both in %, by the share left out",
+        "",
+        "| method | 0 % | 50 % | 87.5 % | 2 probes |",
+        "| --- | --- | --- | --- | --- |",
+        f"| {named('dense').label} | 35.0 (100.0) |  |  |  |",
+        f"| {named('gate').label} |  | 34.5 (52.0) | 30.0 (21.0) |  |",
+        f"| {named('classifier').label} |  | 32.0 (51.0) |  | 10.0 (4.0) |",
+        f"| {named('Quest pages').label} |  |  | 20.0 (13.0) |  |",
+        "",
+    ]
+    assert second.startswith("40 prompts of 8,192 tokens")
 
 
 @pytest.fixture(scope="module")

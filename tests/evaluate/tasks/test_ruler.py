@@ -23,7 +23,7 @@ from tests.data.test_benchmarks import paragraph, write
 from tests.data.test_ruler import WORDS
 from tests.evaluate.runs import config, read_rows
 from tests.models.test_chat import TEMPLATE
-from tests.running import exit_code
+from tests.running import exit_code, succeed
 
 SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])
 
@@ -93,6 +93,21 @@ def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.
     assert (folder / "ruler_grid.svg").exists()
     header = (folder / "results.csv").read_text().partition("\n")[0].split(",")
     assert {"niah_multiquery", "fwe"} <= set(header)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
+def test_the_leaderboard_is_one_command(haystack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["lengths=[1024]", "samples=1", "tasks=[vt]", "sparsities=[0.25]", "keys=[0.25]"]
+    methods = ["eval.baselines=[quest]", "eval.routers=[window]", "eval.key_shares=[0.75]"]
+    ours = [f"eval.ruler.{each}" for each in (*small, f"haystack={haystack}")]
+    succeed("eval", "eval=leaderboard", "tracker=none", "device=cpu", *ours, *methods)
+    heading, *lines = Path("outputs/tiny/base/eval/ruler.md").read_text().splitlines()
+    assert heading.startswith("RULER, 1 prompts of 1,024 tokens")
+    assert lines[1] == "| method | 0 % | 25 % | 75 % |"
+    assert {line.split(" | ")[0] for line in lines[3:]} >= {"| dense", "| gate", "| Quest bounds", "| sink and window"}
+    assert {"results.csv", "ruler.png"} <= {each.name for each in Path("outputs/tiny/base/eval").iterdir()}
 
 
 def test_generation_ends_when_the_answer_is_complete() -> None:
