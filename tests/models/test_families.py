@@ -228,17 +228,20 @@ def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     torch.testing.assert_close(rotate(x @ project.T, *cos_sin(gate.inv_freq, positions)), rotated, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "glm4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "glm4", "gpt_oss"])
 def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
-    config = tiny_config(family)
+    config, kind = tiny_config(family), "proportional" if family == "gemma4_text" else "linear"
     before, sliding = inverse_frequencies(config)[0], config.rope_parameters.get("sliding_attention")
-    scale_rope(config, {"rope_type": "linear", "factor": 8.0})
+    scale_rope(config, {"rope_type": kind, "factor": 8.0})
     after, scaling = inverse_frequencies(config)
     embedding: Any = tiny_model(family, rope_parameters=config.rope_parameters).model.rotary_emb
     own = getattr(embedding, "full_attention_inv_freq", None)
     torch.testing.assert_close(after, embedding.inv_freq if own is None else own)
     assert (len(after), scaling) == (len(before), 1.0)
     assert config.rope_parameters.get("sliding_attention") == sliding
+    if kind == "proportional":
+        with pytest.raises(UserError, match="rope_type=yarn: accepted is proportional, the model's own"):
+            scale_rope(config, {"rope_type": "yarn", "factor": 8.0})
 
 
 @torch.no_grad()
