@@ -67,7 +67,10 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "sparse"), [("gpt_oss", True), ("llama4_text", True), ("gemma3_text", False)])
+@pytest.mark.parametrize(
+    ("family", "sparse"),
+    [("qwen3_next", True), ("gemma4_text", True), ("gpt_oss", True), ("llama4_text", True), ("gemma3_text", False)],
+)
 @pytest.mark.usefixtures("quick_start")
 def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
     if sparse:

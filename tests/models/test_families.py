@@ -145,9 +145,17 @@ def test_mixed_models_serve_full_attention_layers(family: str) -> None:
 
 
 QWEN = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+OWN_KEYS = {  # of all layers, as in the larger ones of Gemma 4
+    "num_kv_shared_layers": 0,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "per_layer_config": {"1": {"head_dim": 32, "num_key_value_heads": 1}},
+}
 
 
-@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in MIXED), ("qwen2", QWEN)])
+@pytest.mark.parametrize(
+    ("family", "overrides"), [*((family, {}) for family in MIXED), ("qwen2", QWEN), ("gemma4_text", OWN_KEYS)]
+)
 @torch.no_grad()
 def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
     """Layers that keep their attention keep their cache; beams, drafts and caches that were filled outside are served."""
