@@ -66,11 +66,11 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
         assert sparse.stats()["sparsity"] > 0.3
 
 
+SPARSE = ("gpt_oss", "llama4_text", "gemma4_text", "qwen3_next")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "sparse"),
-    [("qwen3_next", True), ("gemma4_text", True), ("gpt_oss", True), ("llama4_text", True), ("gemma3_text", False)],
-)
+@pytest.mark.parametrize(("family", "sparse"), [*((family, True) for family in SPARSE), ("gemma3_text", False)])
 @pytest.mark.usefixtures("quick_start")
 def test_fine_tuning(family: str, sparse: bool, model: Any) -> None:
     if sparse:

@@ -14,7 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.models.families import check_length, num_layers, served_layers
+from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.stand_ins import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
 from msattn.trainer.serving.cache.install import install_layers
@@ -66,6 +66,7 @@ class DecoderHooks(NotCopied):
     def __init__(self, sparse: Sparse, config: Any) -> None:
         self.sparse, self.attached = sparse, True
         self.served = served_layers(config)
+        self.num_layers = len(DynamicCache(config=config).layers)  # transformers 5.17 leaves out those that read keys of others
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -96,7 +97,7 @@ class DecoderHooks(NotCopied):
         if is_new:
             if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # made without the model's configuration
                 cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-            layers, routed = num_layers(config), self.sparse.routed
+            layers, routed = self.num_layers, self.sparse.routed
             dense = tuple(set(range(layers)) - self.sparse.routed_layers)
             router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)
             install_layers(cache, router, num_layers=layers, served=self.served, dense_layers=dense, rebuild_every=every)
@@ -104,7 +105,7 @@ class DecoderHooks(NotCopied):
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
             return
-        check_held(cache, config, self.served, len(tokens), self.sparse.kv_heads, every_layer=is_new)
+        check_held(cache, config, self.num_layers, self.served, len(tokens), self.sparse.kv_heads, every_layer=is_new)
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads, num_layers
+from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads
 from msattn.trainer.serving.cache.buffer import grown_capacity
 
 INTEGERS = (torch.int64, torch.int32)
@@ -78,7 +78,9 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
     return embeddings
 
 
-def check_held(cache: Any, config: Any, served: Sequence[int], batch: int, kv_heads: int, *, every_layer: bool) -> None:
+def check_held(
+    cache: Any, config: Any, num_layers: int, served: Sequence[int], batch: int, kv_heads: int, *, every_layer: bool
+) -> None:
     """Raises UserError unless the keys and values of a cache are those of ``batch`` sequences of this model.
 
     The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every one is checked once for each cache; the
@@ -86,8 +88,8 @@ def check_held(cache: Any, config: Any, served: Sequence[int], batch: int, kv_he
     """
     layers = cache.layers
     length = layers[served[0]].get_seq_length()
-    if len(layers) != num_layers(config):
-        raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers(config)}, as in the model")
+    if len(layers) != num_layers:
+        raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers}, as in the model")
     accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):

@@ -81,7 +81,7 @@ def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens:
 def with_growing_layers(model: PreTrainedModel, cache: Cache) -> Cache:
     """Returns ``cache`` with layers that append a token without copying the others, also where nothing is attached."""
     config = model.config
-    install_layers(cache, None, num_layers=models.num_layers(config), served=models.served_layers(config))
+    install_layers(cache, None, num_layers=len(cache.layers), served=models.served_layers(config))
     return cache
 
 
