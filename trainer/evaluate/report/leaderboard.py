@@ -6,8 +6,7 @@ from statistics import fmean
 
 from msattn.trainer.evaluate.row import EvalRow
 
-LEFT_OUT = re.compile(r"sparsity (?P<sparsity>[\d.]+)")
-READ = re.compile(r"(?P<share>[\d.]+) % of (far )?keys")
+ASKED = re.compile(r"sparsity (?P<left_out>[\d.]+)|(about )?(?P<read>[\d.]+) % of (far )?keys")
 
 
 def leaderboard(rows: Sequence[EvalRow]) -> str:
@@ -33,10 +32,10 @@ def _column(row: EvalRow) -> str:
     """Returns the share of blocks or keys that was to be left out, kvpress' compression ratio; of others, their setting."""
     if row.method.is_dense:
         return "0 %"
-    if found := LEFT_OUT.fullmatch(row.setting):
-        return f"{100 * float(found['sparsity']):g} %"
-    found = READ.search(row.setting)
-    return f"{100 - float(found['share']):g} %" if found else row.setting
+    found = ASKED.fullmatch(row.setting)
+    if not found:
+        return row.setting
+    return f"{100 * float(found['left_out']) if found['left_out'] else 100 - float(found['read']):g} %"
 
 
 def _cell(row: EvalRow | None) -> str:
