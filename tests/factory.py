@@ -103,6 +103,7 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}},
     "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 8.0}},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": {**MANY_EXPERTS, "num_experts": 4},
     "qwen3_next": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": BETWEEN_LINEAR,
     "qwen3_5_moe_text": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},

@@ -101,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(one_window=True, changed_after_rope=True, hashed=("sliding_window",)),
     "hunyuan_v1_dense": Family(changed_after_rope=True),
     "hunyuan_v1_moe": Family(changed_after_rope=True, experts=True),
+    "hy_v3": Family(heads_first=True, experts=True),
     "qwen3_next": Family(experts=True, hashed=BETWEEN_LINEAR),
     "qwen3_5_text": Family(hashed=BETWEEN_LINEAR),
     "qwen3_5_moe_text": Family(experts=True, hashed=BETWEEN_LINEAR),
