@@ -121,9 +121,9 @@ def launch(
     stages, programs = (max(1, min(3, size // (cols * k.element_size()))) for size in (1024, 512))
     blocks, concurrent = batch * kv_heads * head_blocks, programs * num_sms(q_window.device)
     taps_width = max(4, triton.next_power_of_2(taps))
-    # fp32 products keep two parts of the weighted queries of four heads in shared memory; where they do not fit, one program
+    # Products keep the weighted queries of four heads in shared memory, of fp32 two parts; where they do not fit, one program
     # multiplies the queries by every key.
-    streamed = k.element_size() < 4 or taps_width * cols <= 4096
+    streamed = taps_width * cols * k.element_size() <= 16384
     splits = 1 + streamed * (
         splits or choose_splits(blocks, concurrent, triton.cdiv(num_keys, 128), efficiency=0.97, saturation=0.9, extra_tiles=4)
     )
