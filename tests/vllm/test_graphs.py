@@ -7,10 +7,11 @@ from vllm.platforms import current_platform
 
 from msattn.trainer.serving.engines.vllm.backend import Builder
 from tests.factory import prompts_of
-from tests.vllm.engines import EVERY_KEY, answers, engine
+from tests.vllm.engines import EVERY_KEY, answers, cached_tokens, engine
 
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "dense_below": 0}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}  # vLLM's defaults, but for the sizes
 
 
 @pytest.mark.gpu
@@ -30,3 +31,18 @@ def test_captured_passes_give_the_tokens_of_others(options: dict[str, Any], monk
     with engine(options, enforce_eager=False, compilation_config=GRAPHS) as llm:
         assert {1, 2, 4, 8} <= set(captured)
         assert answers(llm, prompts) == expected
+
+
+@pytest.mark.gpu
+def test_the_defaults_give_the_tokens_of_compiled_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between the layers' attention is compiled, and captured for short prompts."""
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
+    prompts = [*prompts_of(1, 3, 7, 64, 700), *prompts_of(333, 400, prefix=320)]
+    defaults = {"enforce_eager": False, "max_num_batched_tokens": 256}
+    with engine(SPARSE, compilation_config={"cudagraph_mode": "NONE"}, **defaults) as llm:
+        expected = answers(llm, prompts)
+    with engine(SPARSE, compilation_config=COMPILED, **defaults) as llm:
+        chosen = llm.llm_engine.vllm_config.compilation_config
+        assert (chosen.mode.name, chosen.cudagraph_mode.name) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
+        assert answers(llm, prompts) == expected
+        assert cached_tokens(llm, prompts[-1]) == 384

@@ -9,7 +9,8 @@ from vllm.sampling_params import SamplingParams
 from msattn.trainer import models
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.engines.vllm.backend import stats
+from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
+from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from tests.factory import prompts_of
 from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine
 
@@ -56,6 +57,29 @@ def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str
     for name in ("sparsity", "selectivity"):
         assert 0.05 < counted[name] < 0.9
     assert counted["selectivity"] == pytest.approx(alone["selectivity"], rel=0.02)
+
+
+def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefix ends with a chunk, so that both engines cut the prompt at the same places."""
+    first, second = prompts_of(532, 900, prefix=512)
+    options = SPARSE | {"select": "topk", "sparsity": 0.7}
+    with engine(options, enable_prefix_caching=False) as llm:
+        expected = answers(llm, [second])
+    chunks, pool = [], PagedState.pool_keys
+
+    def recorded(self: PagedState, x: Any, chunk: PromptChunk, *others: Any) -> torch.Tensor:
+        chunks.append((chunk.queries, chunk.keys, chunk.pooled))
+        return pool(self, x, chunk, *others)
+
+    monkeypatch.setattr(PagedState, "pool_keys", recorded)
+    with engine(options) as llm:
+        answers(llm, [first])
+        chunks.clear()
+        llm.collective_rpc(clear_stats)
+        assert answers(llm, [second]) == expected
+        (counted,) = llm.collective_rpc(stats)
+    assert set(chunks) == {(256, 768, 512 // 64), (132, 900, 768 // 64)}
+    assert 0.5 < counted["sparsity"] < 0.8
 
 
 def test_a_prefix_that_decoding_left_is_read_sparsely() -> None:

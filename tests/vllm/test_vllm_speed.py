@@ -14,24 +14,26 @@ from msattn.trainer.errors import Fault, UserError, run_program
 from msattn.trainer.recipes import vllm_speed as speed
 from tests.vllm.engines import EVERY_KEY, MODEL
 
-OPTIONS = ("--length", "300", "--requests", "2", "--new", "4")
+OPTIONS = ("--length", "300", "--requests", "3", "--new", "4", "--shared", "200")
 
 
 def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = {"enforce_eager": True, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.3}
+    engine = {"enforce_eager": True, "max_num_batched_tokens": 256, "block_size": 64, "gpu_memory_utilization": 0.3}
     file = tmp_path / "figures.json"
     arguments = (str(MODEL), "--msattn", json.dumps(EVERY_KEY), "--engine", json.dumps(engine))
     speed.main([*arguments, *OPTIONS, "--json", str(file)])
     assert list(tmp_path.iterdir()) == [file]
     written = json.loads(file.read_text())
-    assert (written["length"], written["requests"], written["new"]) == (300, 2, 4)
+    assert (written["length"], written["requests"], written["new"], written["shared"]) == (300, 3, 4, 200)
     dense, sparse = written["figures"]["vLLM"], written["figures"]["msattn"]
     assert dense.keys() == sparse.keys() == speed.FIGURES.keys()
     assert (sparse.pop("sparsity"), sparse.pop("selectivity")) == (0, 1)  # of all requests of both kinds alone
-    assert dense.pop("sparsity") is dense.pop("selectivity") is None
+    assert dense.pop("sparsity") is dense.pop("selectivity") is dense.pop("shared_sparsity") is None
+    assert sparse.pop("shared_sparsity") == 0
+    assert dense["shared_cached"] == sparse["shared_cached"] == 192 / 300  # whole pages of the prefix alone
     assert all(value > 0 for value in (*dense.values(), *sparse.values()))
     assert dense["first_token_p50_s"] <= dense["first_token_p99_s"]
-    assert "2 requests of 300 tokens" in " ".join(capsys.readouterr().out.split())
+    assert "3 requests of 300 tokens" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,7 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
         (["--msattn", "[1]"], "--msattn [1]: accepted is a JSON object"),
         (["--msattn", "{}", "--new", "1"], "--new=1: accepted are at least 2"),
         (["--msattn", "{}", "--length", "0"], "--length=0: accepted are at least 1"),
+        (["--msattn", "{}", "--length", "64", "--shared", "64"], "--shared=64: accepted are 0, and with --requests"),
         (["--msattn", "{}", "--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
         (["--msattn", "{}", "--json", "/dev/null"], "--json=/dev/null: accepted is a regular file"),
         (["--msattn", "{}", "--json", "/tmp"], "--json=/tmp: accepted is a regular file"),

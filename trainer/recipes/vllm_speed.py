@@ -2,9 +2,10 @@
 
     python -m msattn.trainer.recipes.vllm_speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
 
-The requests are random tokens and arrive at once; one more is measured alone. Each engine runs in a process of its own, so that
-it finds the GPU's memory free. With ``--engine '{"load_format": "dummy"}'`` weights are random, and MODEL needs no more than a
-config.json.
+The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as many follow that begin with
+the same tokens, the first of them alone. Each engine runs in a process of its own, so that it finds the GPU's memory free, with
+vLLM's defaults but for the limits of lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random, and
+MODEL needs no more than a config.json.
 """
 
 import argparse
@@ -42,6 +43,10 @@ FIGURES = {  # key: title
     "alone_tokens_per_s": "alone: new tokens a second",
     "sparsity": "share of the blocks left out by prompts",
     "selectivity": "share of the keys read by new tokens",
+    "shared_first_token_s": "a prefix is new: time to first token (s)",
+    "shared_later_first_token_p50_s": "others with it at once: time to first token, p50 (s)",
+    "shared_cached": "share of their tokens found in the cache",
+    "shared_sparsity": "share of the blocks left out by their others",
 }
 LESS_MEMORY = "a smaller --length, fewer --requests or a lower gpu_memory_utilization in --engine need less"
 WARM_UP = 4  # new tokens of the requests that compile kernels
@@ -53,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("length", "requests", "new"):
         least = 1 + (name == "new")  # the time of a token is that between two
         require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"accepted are at least {least}")
+    fits = 0 <= args.shared < args.length and (not args.shared or args.requests > 1)
+    require(fits, "--shared", args.shared, "accepted are 0, and with --requests of at least 2 numbers below --length")
     if find_spec("vllm") is None:
         raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
     file = Path(args.json).resolve() if args.json else None  # of a link, the target is replaced
     if file is not None:
         _check_writable(file)  # before the engines run
-    requests = args.length, args.requests, args.new
+    requests = args.length, args.requests, args.new, args.shared
     found = {name: _in_process(args.model, engine, given, *requests) for name, given in (("vLLM", None), ("msattn", options))}
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
     if file is not None:
@@ -90,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=32768, help="tokens of a prompt")
     parser.add_argument("--requests", type=int, default=8, help="requests that arrive at once")
     parser.add_argument("--new", type=int, default=128, help="new tokens of a request")
+    parser.add_argument("--shared", type=int, default=0, help="also measure requests that begin with so many equal tokens")
     parser.add_argument("--json", help="file for the figures")
     return parser
 
@@ -135,33 +143,43 @@ def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
 
 
 def measure(
-    model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int
+    model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int, shared: int
 ) -> dict[str, float | None]:
     """Returns the :data:`FIGURES` of an engine: vLLM's own, or with ``options`` of msattn. It takes the process's GPUs."""
+    llm = start(model, engine, options, length + new, requests)
+    figures = answered(llm, length, requests, new)
+    figures |= with_prefix(llm, length, requests, new, shared) if shared else {}
+    llm.llm_engine.engine_core.shutdown()
+    return {key: figures.get(key) for key in FIGURES}
+
+
+def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int) -> Any:
+    """Returns vLLM's LLM for so many requests of ``length`` tokens, answers included; ``engine`` are further parameters."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are those of this process
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
 
-    from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
     from msattn.trainer.serving.engines.vllm.plugin import backend_name
 
     accepted = [*signature(LLM).parameters, *(each.name for each in fields(EngineArgs))]
     for key in engine:
         require(key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}")
-    given: dict[str, Any] = {"max_model_len": length + new, "max_num_seqs": requests, "enable_prefix_caching": False}
+    given: dict[str, Any] = {"max_model_len": length, "max_num_seqs": requests}
     if options is not None:
         given |= {"attention_backend": backend_name(), "block_size": 64, "additional_config": {KEY: dict(options)}}
-    llm = LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
-    prompts = _prompts(requests + 1, length, llm.model_config.get_vocab_size())
+    return LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
+
+
+def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float | None]:
+    """Returns the figures of requests without a common prefix."""
+    prompts = _prompts(requests + 1, length, llm)
     _generate(llm, prompts[:1], WARM_UP)
     _generate(llm, [prompt[: max(1, length // 4)] for prompt in prompts[1:]], WARM_UP)
-    if options is not None:
-        llm.collective_rpc(clear_stats)
-    together = _generate(llm, prompts[1:], new)
-    read = llm.collective_rpc(stats)[0] if options is not None else {}
-    (alone,) = _generate(llm, prompts[:1], new)
-    llm.llm_engine.engine_core.shutdown()
+    _forget(llm)
+    together = [each.metrics for each in _generate(llm, prompts[1:], new)]
+    read = _statistics(llm)
+    alone = _generate(llm, prompts[:1], new)[0].metrics
     first = sorted(each.first_token_latency for each in together)
     begun = min(each.first_token_ts - each.first_token_latency for each in together)
     ended = max(each.last_token_ts for each in together)
@@ -178,20 +196,54 @@ def measure(
     }
 
 
-def _prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+def with_prefix(llm: Any, length: int, requests: int, new: int, shared: int) -> dict[str, float | None]:
+    """Returns the figures of requests that begin with ``shared`` equal tokens: one alone, then the others at once."""
+    prompts = _prompts(requests, length, llm)
+    prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
+    for tokens in (WARM_UP, new):  # lengths of chunks and prefixes that no request had before compile kernels
+        _forget(llm)
+        (begun,) = _generate(llm, prompts[:1], tokens)
+        _statistics(llm, clear=True)
+        later = _generate(llm, prompts[1:], tokens)
+    first = sorted(each.metrics.first_token_latency for each in later)
+    return {
+        "shared_first_token_s": begun.metrics.first_token_latency,
+        "shared_later_first_token_p50_s": first[len(first) // 2],
+        "shared_cached": sum(each.num_cached_tokens or 0 for each in later) / (len(later) * length),
+        "shared_sparsity": _statistics(llm).get("sparsity"),
+    }
+
+
+def _forget(llm: Any) -> None:
+    """Forgets the cached beginnings of earlier requests, and what was counted."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM keeps pages of requests that ended")
+    _statistics(llm, clear=True)
+
+
+def _statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
+    """Returns the statistics of msattn, none of vLLM's own attention; ``clear`` forgets them."""
+    from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
+
+    if KEY not in llm.llm_engine.vllm_config.additional_config:
+        return {}
+    return llm.collective_rpc(clear_stats if clear else stats)[0] or {}
+
+
+def _prompts(count: int, length: int, llm: Any) -> list[list[int]]:
     """Returns prompts of random tokens, no two alike."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (count, length), generator=generator).tolist()
+    return torch.randint(llm.model_config.get_vocab_size(), (count, length), generator=generator).tolist()
 
 
 def _generate(llm: Any, prompts: Sequence[list[int]], new: int) -> list[Any]:
-    """Answers requests that arrive at once, and returns vLLM's metrics of each."""
+    """Returns vLLM's answers to requests that arrive at once, with their metrics."""
     from vllm.sampling_params import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-    return [output.metrics for output in llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)]
+    return llm.generate([{"prompt_token_ids": each} for each in prompts], sampling)
 
 
 def _show(found: Mapping[str, Mapping[str, float | None]], title: str) -> None:
