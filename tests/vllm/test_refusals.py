@@ -136,6 +136,7 @@ def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
 def test_the_platform_of_gpus_accepts_the_backend() -> None:
     asked = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64)
     assert Backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict()) == []
+    assert Backend.get_preferred_block_size(16) == 64  # the pages that vLLM chooses, unless a size was asked for
 
 
 def test_engines_without_the_backend_are_untouched() -> None:

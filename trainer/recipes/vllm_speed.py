@@ -167,7 +167,7 @@ def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | No
         require(key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}")
     given: dict[str, Any] = {"max_model_len": length, "max_num_seqs": requests}
     if options is not None:
-        given |= {"attention_backend": backend_name(), "block_size": 64, "additional_config": {KEY: dict(options)}}
+        given |= {"attention_backend": backend_name(), "additional_config": {KEY: dict(options)}}
     return LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
 
 
