@@ -35,7 +35,7 @@ def test_captured_passes_give_the_tokens_of_others(options: dict[str, Any], monk
 
 @pytest.mark.gpu
 def test_the_defaults_give_the_tokens_of_compiled_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between the layers' attention is compiled, and captured for short prompts."""
+    """All but attention is compiled, and captured for short prompts."""
     monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
     prompts = [*prompts_of(1, 3, 7, 64, 700), *prompts_of(333, 400, prefix=320)]
     defaults = {"enforce_eager": False, "max_num_batched_tokens": 256}
