@@ -13,14 +13,14 @@ from transformers import DynamicCache
 import msattn
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig, SelectConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.untrained.mean_pool import MeanPool
+from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.serving.attach import Sparse, attach, load
 from msattn.trainer.serving.statistics import SparseStats

@@ -94,7 +94,7 @@ def test_a_policy_is_named() -> None:
         ({"select": "best"}, "select=best: accepted are topk, calibrated"),
         ({"select": {"policy": "nucleus", "sparsity": 0.5}}, "select.sparsity: policy=nucleus accepts mass"),
         ({"select": "nucleus", "sparsity": 0.5}, "select.sparsity: policy=nucleus accepts mass"),
-        ({"select": {"policy": "topk", "sparsty": 0.5}}, "select.sparsty: policy=topk accepts"),
+        ({"select": {"policy": "topk", "sparsty": 0.5}}, "unknown key select.sparsty"),
         ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: accepted is a number in"),
         ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
         ({"qmodel": "outputs/none", "probes": -1}, r"^probes=-1: accepted is an integer in \[0, 1e6\], or null"),

@@ -20,9 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from msattn.trainer.commands.compose import compose, compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS, Command
-from msattn.trainer.config import POLICIES, SelectConfig, typed
+from msattn.trainer.config import POLICIES, typed
 from msattn.trainer.config.schema import choices_of
-from msattn.trainer.config.select import own_keys
 from tests.adversary.tries import Tries, spread
 
 HUGE = int("9" * 30)
@@ -76,12 +75,10 @@ def plain(kind: Any) -> Any:
 def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yields every key of a schema that is no section: its name, annotation and choices."""
     for item in fields(schema):
-        kinds = list(POLICIES.values()) if item.type is SelectConfig else [item.type]
-        for kind in kinds:
-            if isinstance(kind, type) and is_dataclass(kind):
-                yield from leaves_of(kind, f"{prefix}{item.name}.")
-            else:
-                yield prefix + item.name, plain(kind), choices_of(kind)
+        if isinstance(item.type, type) and is_dataclass(item.type):
+            yield from leaves_of(item.type, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, plain(item.type), choices_of(item.type)
 
 
 KEYS = {  # name: the first command that has the key, its annotation and choices
@@ -93,7 +90,7 @@ KEYS = {  # name: the first command that has the key, its annotation and choices
 
 def base_overrides(command: str, key: str) -> tuple[str, ...]:
     """Returns overrides with which ``command`` composes and has ``key``."""
-    owners = [name for name, kind in POLICIES.items() if key.removeprefix("select.") in own_keys(kind)]
+    owners = [name for name, keys in POLICIES.items() if key.removeprefix("select.") in keys]
     if key.startswith("select.") and owners:
         return (f"select={owners[0]}", "artifacts.gate=gate")
     return ("artifacts.gate=gate",) if command == "finetune" else ()

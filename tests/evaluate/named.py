@@ -8,10 +8,10 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import GateScores
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.question import QuestionScores
-from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 
-KINDS = [GateScores, QuestionScores, QModel, KMeans, DecodeGate, *(untrained_method(name).scorer for name in BASELINES)]
-KINDS += [untrained_method(name).router for name in ROUTERS]
+KINDS = [GateScores, QuestionScores, QModel, KMeans, DecodeGate, *(untrained_scorer(name) for name in BASELINES)]
+KINDS += [untrained_router(name) for name in ROUTERS]
 METHODS = {each.name: each for each in (DENSE, WINDOW, *(kind.method for kind in KINDS))}
 
 

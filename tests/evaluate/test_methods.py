@@ -12,14 +12,13 @@ from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
-from msattn.trainer.methods.untrained.quest import Quest
+from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.loading import LOADERS
@@ -129,7 +128,7 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     )
     assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
     assert zooms == replace(select, scores="oracle")
-    assert isinstance(topk, TopK)
+    assert topk.policy == "topk"
     assert topk.sparsity == pytest.approx(0.65)
     results = json.loads((evaluate(evaluated) / "results.json").read_text())
     rows = [row for row in results["rows"] if row["method"] == "oracle"]

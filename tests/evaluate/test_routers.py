@@ -14,7 +14,7 @@ from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.methods import add_routers
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
-from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
@@ -23,7 +23,7 @@ PRESET_BUCKETS = 8
 
 PARTIAL = ("LSH", "Twilight")  # read no more than the keys that collide, or that hold most of the attention
 
-NAMES = {name: str(untrained_method(name).router.method) for name in ROUTERS}
+NAMES = {name: str(untrained_router(name).method) for name in ROUTERS}
 
 
 def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:

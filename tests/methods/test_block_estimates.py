@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import testing
-from msattn.trainer.methods.untrained.flashprefill import FlashPrefill
-from msattn.trainer.methods.untrained.flexprefill import FlexPrefill
-from msattn.trainer.methods.untrained.mean_pool import MeanPool
-from msattn.trainer.methods.untrained.minference import MInference
-from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
-from msattn.trainer.methods.untrained.xattention import XAttention
+from msattn.trainer.methods.untrained.scores.flashprefill import FlashPrefill
+from msattn.trainer.methods.untrained.scores.flexprefill import FlexPrefill
+from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
+from msattn.trainer.methods.untrained.scores.minference import MInference
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
+from msattn.trainer.methods.untrained.scores.xattention import XAttention
 from msattn.trainer.models.tap import LayerInputs
 from tests.methods.test_selection import layer_inputs
 

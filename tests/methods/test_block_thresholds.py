@@ -11,8 +11,8 @@ from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import candidate_blocks
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_blocks
-from msattn.trainer.methods.untrained.a_shape import measure_spans
-from msattn.trainer.methods.untrained.quest import Quest
+from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
+from msattn.trainer.methods.untrained.scores.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 
 BLOCK = 16

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
-from msattn.trainer.methods.untrained.a_shape import AShape, falling, measure_spans
-from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash
+from msattn.trainer.methods.untrained.scores.a_shape import AShape, falling, measure_spans
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import random_tokens, tiny_model

@@ -14,13 +14,14 @@ from msattn.kernels import testing
 from msattn.kernels.common import block_counts
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, SelectConfig
-from msattn.trainer.config.select import GATE_SCORES, Multiscale, Nucleus, Threshold, TokenBudget, TopK
+from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
-from msattn.trainer.methods.untrained import base, untrained_method
-from msattn.trainer.methods.untrained.quest import Quest
-from msattn.trainer.methods.untrained.random import Random
+from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
+from msattn.trainer.methods.untrained import base, untrained_scorer
+from msattn.trainer.methods.untrained.scores.quest import Quest
+from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 
@@ -39,7 +40,7 @@ SHAPES = [  # queries, keys, left padding
     (30, 61, [0, 40, 50]),
 ]
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
-BASELINES = [untrained_method(name).scorer for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
+BASELINES = [untrained_scorer(name) for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
 
 
 def layer_inputs(
@@ -304,7 +305,7 @@ def test_the_a_shape_needs_measured_spans():
 def test_calibrated_policy_needs_a_trained_gate():
     with pytest.raises(UserError, match=r"select.policy=calibrated"):
         select.Selection.from_config(SelectConfig(policy="calibrated", scores="oracle"))
-    with pytest.raises(UserError, match=r"select.policy=calibrated: Selection.from_config makes"):
+    with pytest.raises(UserError, match=r"SelectConfig\(.calibrated.\): a Selection of it is made by Selection.from_config"):
         select.Selection(SelectConfig("calibrated"), Random(BLOCK))
 
 

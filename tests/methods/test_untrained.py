@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.trainer.config.select import BASELINES, ROUTERS, UNTRAINED
+from msattn.trainer.config.select import BASELINES, ROUTERS
 from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks, only_far
-from msattn.trainer.methods.untrained import untrained_method
-from msattn.trainer.methods.untrained.base import BLOCK_SIZE
-from msattn.trainer.methods.untrained.lsh import BITS, TABLES, CollidingKeys
-from msattn.trainer.methods.untrained.quest import QuestBlocks
-from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.methods.untrained.window import WindowBlocks
+from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
+from msattn.trainer.methods.untrained.base import BLOCK_SIZE, UntrainedRouter, UntrainedScorer
+from msattn.trainer.methods.untrained.routers.lsh import BITS, TABLES, CollidingKeys
+from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
+from msattn.trainer.methods.untrained.routers.random import RandomBuckets
+from msattn.trainer.methods.untrained.routers.window import WindowBlocks
 from msattn.trainer.models.tap import LayerInputs
 
 LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
@@ -124,9 +124,6 @@ def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st
             assert found == expected + [-1] * (len(found) - count)
 
 
-def test_a_method_is_known_by_its_file() -> None:
-    """The configuration reads the names from the text of the files, without importing them."""
-    for file in UNTRAINED.glob("[!_]*.py"):
-        module = untrained_method(file.stem)
-        assert hasattr(module, "scorer") == (file.stem in BASELINES)
-        assert hasattr(module, "router") == (file.stem in ROUTERS)
+def test_files_register_methods() -> None:
+    assert all(issubclass(untrained_scorer(name), UntrainedScorer) for name in BASELINES)
+    assert all(issubclass(untrained_router(name), UntrainedRouter) for name in ROUTERS)

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, 
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.config import GateConfig, ModelConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.artifact import Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import (
     FAMILIES,

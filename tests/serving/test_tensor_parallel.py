@@ -16,7 +16,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.untrained.quest import QuestBlocks
+from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection

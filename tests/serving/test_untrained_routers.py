@@ -13,12 +13,12 @@ from msattn.trainer.methods.buckets import BucketRouter
 from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.untrained.clusters import ITERATIONS, KeyClusters
-from msattn.trainer.methods.untrained.lsh import CollidingKeys
-from msattn.trainer.methods.untrained.quest import QuestBlocks
-from msattn.trainer.methods.untrained.random import RandomBuckets
-from msattn.trainer.methods.untrained.twilight import TopPKeys
-from msattn.trainer.methods.untrained.window import WindowBlocks
+from msattn.trainer.methods.untrained.routers.clusters import ITERATIONS, KeyClusters
+from msattn.trainer.methods.untrained.routers.lsh import CollidingKeys
+from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
+from msattn.trainer.methods.untrained.routers.random import RandomBuckets
+from msattn.trainer.methods.untrained.routers.twilight import TopPKeys
+from msattn.trainer.methods.untrained.routers.window import WindowBlocks
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import install_layers

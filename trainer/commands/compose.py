@@ -13,7 +13,7 @@ from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
-from msattn.trainer.config.select import foreign_key, policy_keys
+from msattn.trainer.config.select import OWN_KEYS, foreign_key, policy_defaults
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
@@ -123,10 +123,10 @@ def _store_schemas(command: str) -> None:
 
     store = functools.partial(ConfigStore.instance().store, provider="msattn")
     store(name=f"{COMMANDS[command].config}_schema", node=defaults(COMMANDS[command].schema))
-    for policy, kind in POLICIES.items():
-        store(group="select", name=policy, node=defaults(kind))
+    for policy in POLICIES:
+        store(group="select", name=policy, node=policy_defaults(policy))
     for scores in BASELINES:
-        store(group="select", name=scores, node=defaults(POLICIES["topk"]) | {"scores": scores})
+        store(group="select", name=scores, node=policy_defaults("topk") | {"scores": scores})
 
 
 def _accepted(hydra: Any, command: str) -> list[str]:
@@ -154,8 +154,8 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
         accepted = accepted_keys()
         if group == "select" and unfit[1] in accepted:  # a key of another policy than the one composed
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
-            if policy in POLICIES and key not in policy_keys(POLICIES[policy]):
-                return foreign_key(POLICIES[policy], key)
+            if policy in POLICIES and key in OWN_KEYS - POLICIES[policy].keys():
+                return foreign_key(policy, key)
         if unfit[1] in accepted and message.startswith("Could not append"):
             return EXISTS.format(unfit[1])
         if unfit[1] in accepted:  # ~key=value, with another value than it has

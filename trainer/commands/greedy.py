@@ -95,7 +95,7 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
     if served.options["select"] is not None:
         scores = cfg.select.scores
         source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
-        share = getattr(cfg.select, "sparsity", None)  # which not every policy has
+        share = cfg.select.sparsity  # which not every policy has
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
     kind = next((kind for kind in ROUTER_KINDS if served.chosen[kind]), None)
     if kind is not None:

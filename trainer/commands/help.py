@@ -86,7 +86,7 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
     of_select = name.startswith("select")
     if of_select:  # finetune, which comes first, has other defaults than the commands that serve
         using.sort(key=lambda command: COMMANDS[command].trains)
-    known = keys_of(using[0], policies=of_select)
+    known = keys_of(using[0], every_policy=of_select)
     pages = [(f"msattn {command} --help", "all groups and keys of the command") for command in using]
     see: Section = ("Commands with this key" if name in known.keys else "Commands with these keys", pages)
     if name in known.keys:

@@ -10,9 +10,10 @@ from typing import Any
 
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS
-from msattn.trainer.config import BASELINES, POLICIES, defaults, leaves
+from msattn.trainer.config import BASELINES, POLICIES, SelectConfig, leaves
 from msattn.trainer.config.schema import choices_of
-from msattn.trainer.config.select import UNTRAINED
+from msattn.trainer.config.select import UNTRAINED, policy_defaults
+from msattn.trainer.methods import policies
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -53,8 +54,8 @@ class CommandKeys:
     keys: dict[str, Key]
 
 
-def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = False) -> CommandKeys:
-    """Returns the groups and keys of a command with their values, with ``policies`` the keys of all policies."""
+def keys_of(command: str, overrides: Sequence[str] = (), *, every_policy: bool = False) -> CommandKeys:
+    """Returns the groups and keys of a command with their values, with ``every_policy`` the keys of all policies."""
     from omegaconf import OmegaConf
 
     schema = COMMANDS[command].schema
@@ -64,9 +65,9 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, policies: bool = Fal
         options = {name: _usable(schema, name, hydra.config_loader.get_group_options(name)) for name in sorted(chosen)}
         values: Any = OmegaConf.to_container(without_hydra(composed), resolve=True)
     keys = _keys(schema, values)
-    if policies and "select" in values:
-        for policy, kind in POLICIES.items():
-            keys = _keys(kind, defaults(kind), "select.", only=f"select={policy}") | keys
+    if every_policy and "select" in values:
+        for policy in POLICIES:
+            keys = _keys(SelectConfig, policy_defaults(policy), "select.", only=f"select={policy}") | keys
     groups = {
         name: Group(name, {option: first_sentence(name, option) for option in found}, chosen[name])
         for name, found in options.items()
@@ -99,9 +100,9 @@ def first_sentence(group: str, option: str) -> str:
     """Returns the first sentence of the comment at the start of an option's file, or of a selection's docstring."""
     path = CONF / group / f"{option}.yaml"
     if group == "select" and option in POLICIES:
-        return str(POLICIES[option].__doc__).splitlines()[0].replace("``", "")
+        return str(policies.BY_NAME[option].__doc__).splitlines()[0].replace("``", "")
     if group == "select" and option in BASELINES:
-        described = ast.get_docstring(ast.parse((UNTRAINED / f"{option}.py").read_text(encoding="utf-8"))) or ""
+        described = ast.get_docstring(ast.parse((UNTRAINED / "scores" / f"{option}.py").read_text(encoding="utf-8"))) or ""
         return f"Untrained: {described.splitlines()[0]}"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # else an option of --config-dir
     comment = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]

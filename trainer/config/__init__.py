@@ -45,7 +45,6 @@ from msattn.trainer.config.select import (
     POLICIES,
     SCORES,
     SelectConfig,
-    SparsityConfig,
 )
 from msattn.trainer.config.train import (
     LOSSES,

@@ -32,7 +32,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig, SparsityConfig, check_usable
+from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig, check_usable
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -256,7 +256,7 @@ class FinetuneConfig(RunConfig):
     @property
     def sparse(self) -> bool:
         """True if attention reads the blocks that gates select."""
-        return not (isinstance(self.select, SparsityConfig) and self.select.sparsity == 0)
+        return self.select.sparsity != 0
 
 
 @schema(kw_only=True)

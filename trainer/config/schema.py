@@ -135,7 +135,9 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     ``kind`` is the dataclass that ``values`` do not fit. An unknown key is compared with ``known``, by default its keys.
     """
     first = error.errors(include_url=False)[0]
-    path, value = list(map(str, first["loc"])), first["input"]
+    names = [item.name for item in fields(kind)]  # positional arguments have numbers
+    path = [each if isinstance(each, str) else names[each] if each < len(names) else str(each) for each in first["loc"]]
+    value = first["input"]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, UserError):
         return str(raised)

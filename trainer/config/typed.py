@@ -5,7 +5,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from msattn.trainer.config.schema import one_line
-from msattn.trainer.config.select import POLICIES, SelectConfig, policy_class
+from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.errors import UserError, first_line
 
 Config = TypeVar("Config")
@@ -28,14 +28,13 @@ def defaults(schema: Any) -> dict[str, Any]:
 
 
 def known_keys(schema: Any, prefix: str = "") -> list[str]:
-    """Returns every dotted key of a config dataclass, including those of all selection policies, for nearest-key hints."""
+    """Returns every dotted key of a config dataclass, for nearest-key hints."""
     keys: list[str] = []
     for item in fields(schema):
         keys.append(prefix + item.name)
-        for group in POLICIES.values() if item.type is SelectConfig else [item.type]:
-            if is_dataclass(group):
-                keys += known_keys(group, f"{prefix}{item.name}.")
-    return list(dict.fromkeys(keys))  # policies share keys
+        if is_dataclass(item.type):
+            keys += known_keys(item.type, f"{prefix}{item.name}.")
+    return keys
 
 
 def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
@@ -44,9 +43,8 @@ def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator
         if item.name not in values:
             continue
         name, value = prefix + item.name, values[item.name]
-        group = policy_class(value["policy"]) if item.type is SelectConfig else item.type
-        if is_dataclass(group):
-            yield from leaves(group, value, f"{name}.")
+        if is_dataclass(item.type):
+            yield from leaves(item.type, value, f"{name}.")
         else:
             yield name, item, value
 

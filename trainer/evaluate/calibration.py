@@ -15,7 +15,6 @@ from torch import Tensor
 from msattn.trainer import artifacts, data
 from msattn.trainer import methods as methods_package
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.config.select import Calibrated
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
@@ -34,7 +33,7 @@ from msattn.trainer.methods.thresholds import (
     calibrate_keys,
     key_threshold,
 )
-from msattn.trainer.methods.untrained.a_shape import AShape, measure_spans
+from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
@@ -58,7 +57,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: L
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
-    calibrated = {str(each.method): _identity(each) for each in needy if isinstance(each.select, Calibrated)}
+    calibrated = {str(each.method): _identity(each) for each in needy if each.select.policy == "calibrated"}
     always = always_read(needy[0].select)._replace(dense_queries=0)
     tables = kept.tables(scorers, calibrated, always)
     notes = [
@@ -108,7 +107,7 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     first = methods.block_selections[0]
     size = first.select.block_size if first.gate is None else first.gate.cfg.block_size
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
-    if isinstance(first.select, Calibrated):
+    if first.select.policy == "calibrated":
         always = always._replace(short_rows=SHORT_ROWS)
     limited = [task for task in cfg.eval.tasks if "blocks" in record(task).reads and record(task).text]
     asked: dict[int, set[float]] = {}
@@ -131,10 +130,10 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
 def _lacks(method: BlockSelectionMethod) -> bool:
     """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
     if method.gate is None:
-        return method.method == AShape.method or isinstance(method.select, Calibrated)
+        return method.method == AShape.method or method.select.policy == "calibrated"
     always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
     fits = method.gate.thresholds is not None and always == method.gate.always
-    return isinstance(method.select, Calibrated) and not fits
+    return method.select.policy == "calibrated" and not fits
 
 
 def _identity(method: BlockSelectionMethod) -> str:

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import EvalRunConfig, SelectConfig, SparsityConfig
-from msattn.trainer.config.select import Calibrated, Multiscale, own_keys
+from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
@@ -23,9 +22,10 @@ from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_blocks import BlockRouter
+from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import key_share
-from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
@@ -61,13 +61,13 @@ class BlockSelectionMethod:
         Policies with a sparsity are measured at each of ``sparsities``, other policies once, as configured. Multiscale is
         compared with top-k that reads the same number of tokens.
         """
-        if isinstance(self.select, SparsityConfig):
+        if self.select.sparsity is not None:
             return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
-        if isinstance(self.select, Multiscale):
-            shares, cost = " ".join(f"{share:g}" for share in self.select.shares), self.select.cost
+        if self.select.shares is not None:
+            shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
             topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
             return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", topk_of_equal_cost)]
-        (key,) = own_keys(type(self.select))
+        (key,) = POLICIES[self.select.policy]
         return [(f"{self.select.policy} {getattr(self.select, key):g}", self.select)]
 
     def attach(
@@ -78,7 +78,7 @@ class BlockSelectionMethod:
         return attach(model, select=selection, measure_recall=measure_recall, measure_time=measure_time)
 
     def selection(self, select: SelectConfig) -> Selection:
-        thresholds = self.thresholds if isinstance(select, Calibrated) else None
+        thresholds = self.thresholds if select.policy == "calibrated" else None
         return Selection.from_config(select, self.gate, scorer=self.scorer, thresholds=thresholds)
 
 
@@ -228,12 +228,12 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
     for path, gate in gates:
         method = gate.scorer(cfg.select.scores).method.of(source=path.source)
         methods.append(BlockSelectionMethod(method, cfg.select, gate))
-        if isinstance(cfg.select, Calibrated) and not path.source:  # for a comparison of the policies
+        if cfg.select.policy == "calibrated" and not path.source:  # for a comparison of the policies
             methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
         if cfg.select.scores != "gate" and not path.source:  # for a comparison of the scores
             methods.append(BlockSelectionMethod(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
     return methods + [
-        BlockSelectionMethod(untrained_method(name).scorer.method, replace(cfg.select, scores=name, block_size=size))
+        BlockSelectionMethod(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))
         for name in cfg.eval.baselines
     ]
 
@@ -261,7 +261,7 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: PreTrainedM
     layers = like.router.layers if like else models.served_layers(model.config)
     added = []
     for name in cfg.eval.routers:
-        router = untrained_method(name).router.for_model(model.config, buckets, layers, cfg.seed).to(model.device)
+        router = untrained_router(name).for_model(model.config, buckets, layers, cfg.seed).to(model.device)
         same = replace(like, method=router.method, router=router, keys=None) if like else None
         added.append(same or BucketRoutingMethod.configured(router.method, router, cfg))
     return replace(methods, bucket_routings=[*methods.bucket_routings, *added])

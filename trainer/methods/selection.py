@@ -15,18 +15,19 @@ from torch import Tensor
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
-from msattn.trainer.config.select import Calibrated, SelectConfig, TopK
+from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer, TrainedScorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
-from msattn.trainer.methods.thresholds import SHORT_ROWS, CalibratedRows, block_threshold, shortest_row
-from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.policies import BY_NAME, Calibrated, TopK
+from msattn.trainer.methods.thresholds import SHORT_ROWS, block_threshold, shortest_row
+from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import score_options, with_sinks
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.select
+Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Selection:
     Attributes
     ----------
     policy : one policy for all layers, or a sequence with one for each layer: block scores and candidates in, the blocks to
-        read out. Of a :class:`SelectConfig`, which is one, only the keys of its own policy count here.
+        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. Of a :class:`SelectConfig` :meth:`from_config` makes it.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
     """
@@ -46,8 +47,8 @@ class Selection:
     always: AlwaysRead = SINK_AND_LOCAL
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, Calibrated):
-            raise UserError("select.policy=calibrated: Selection.from_config makes a policy for each layer from its thresholds")
+        if isinstance(self.policy, SelectConfig):
+            raise UserError(f"policy=SelectConfig({self.policy.policy!r}): a Selection of it is made by Selection.from_config")
 
     @property
     def block_size(self) -> int:
@@ -82,8 +83,8 @@ class Selection:
         scorer = scorer or _scorer(cfg, gate)
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL
         always = always_read(cfg, recorded)
-        if not isinstance(cfg, Calibrated):
-            return cls(replace(cfg, block_size=scorer.block_size), scorer, always)
+        if cfg.policy != "calibrated":
+            return cls(_policy(cfg, scorer.block_size), scorer, always)
         if thresholds is None and cfg.by_gate and gate is not None:
             _check_always(always, recorded)
             thresholds = gate.thresholds
@@ -109,7 +110,7 @@ class Selection:
 
 def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:
     if not cfg.by_gate:
-        scorer = untrained_method(cfg.scores).scorer
+        scorer = untrained_scorer(cfg.scores)
         return scorer(**{item.name: getattr(cfg, item.name) for item in fields(scorer) if hasattr(cfg, item.name)})
     if gate is None:
         raise UserError(
@@ -137,7 +138,13 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
             )
 
 
-def _calibrated(cfg: Calibrated, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
+def _policy(cfg: SelectConfig, block_size: int) -> Policy:
+    values, kind = vars(cfg) | {"block_size": block_size}, BY_NAME[cfg.policy]
+    return kind(**{item.name: values[item.name] for item in fields(kind)})
+
+
+def _calibrated(cfg: SelectConfig, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
+    assert cfg.sparsity is not None
     if table is None:
         raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
     if cfg.sparsity > table["sparsities"][-1]:
@@ -146,7 +153,7 @@ def _calibrated(cfg: Calibrated, always: AlwaysRead, table: Mapping[str, Any] | 
     above = shortest_row(cfg.sparsity, always)
     found = [block_threshold(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
     top_k = TopK(sparsity=cfg.sparsity)
-    return [top_k if each is None else CalibratedRows(share * table["floor"], *each, above) for each in found]
+    return [top_k if each is None else Calibrated(share * table["floor"], *each, above) for each in found]
 
 
 def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:

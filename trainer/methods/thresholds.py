@@ -92,24 +92,6 @@ class RowThreshold(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CalibratedRows:
-    """The calibrated policy of a layer: reads a share ``floor`` of each row's visible blocks, the best ones, and those above.
-
-    The threshold depends on the row alone, so prompts that are read in chunks select the same blocks.
-    """
-
-    floor: float
-    scale: float
-    exponent: float
-    edge_exponent: float
-    above: float
-
-    def __call__(self, scores: Tensor, candidates: Candidates) -> Tensor:
-        limit = {"exponent": self.exponent, "edge_exponent": self.edge_exponent, "above": self.above}
-        return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
-
-
-@dataclass(frozen=True)
 class BlockThresholds:
     """Schema of the result of :func:`calibrate_blocks` in a manifest.
 

@@ -40,7 +40,7 @@ from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.evaluate.task import record, task_module
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.untrained import untrained_method
+from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.progress import Progress
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.replace import write_table
@@ -114,7 +114,7 @@ def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
         method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
         return [BlockSelectionMethod(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
     if part.baseline is not None:
-        return [BlockSelectionMethod(untrained_method(part.baseline).scorer.method, replace(cfg.select, scores=part.baseline))]
+        return [BlockSelectionMethod(untrained_scorer(part.baseline).method, replace(cfg.select, scores=part.baseline))]
     return []
 
 

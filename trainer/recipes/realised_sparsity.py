@@ -16,7 +16,6 @@ from torch import Tensor
 
 from msattn.trainer import data, models
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config.select import Calibrated
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate import calibration, methods
 from msattn.trainer.models.layer_attention import dense_attention
@@ -38,7 +37,7 @@ def main() -> None:
     settings = [
         (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))
         for method in found.block_selections
-        if isinstance(method.select, Calibrated)
+        if method.select.policy == "calibrated"
         for sparsity in cfg.eval.perplexity.sparsities
     ]
     print("scores,sparsity,length,realised,least_layer,most_layer,last_row", flush=True)

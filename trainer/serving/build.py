@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from msattn.trainer import artifacts
-from msattn.trainer.config import SelectConfig, SparsityConfig
+from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
@@ -132,7 +132,7 @@ def _selection_of_rank(chosen: SelectConfig | None, gate: Gate) -> Selection:
 
 def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int:
     """Returns the prompt length in tokens from which attention over blocks is faster than dense; 0 without a sparsity."""
-    if select is None or select.scores == "oracle" or not isinstance(select, SparsityConfig):
+    if select is None or select.scores == "oracle" or select.sparsity is None:
         return 0  # the oracle needs dense attention anyway
     return prefill_break_even(select.sparsity, device)
 

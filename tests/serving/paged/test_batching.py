@@ -13,8 +13,8 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.untrained.quest import QuestBlocks
-from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
+from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models import tap
 from msattn.trainer.serving import steps
 from msattn.trainer.serving.attach import attach, disable, enable

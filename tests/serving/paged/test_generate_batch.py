@@ -14,13 +14,13 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from msattn.kernels.paged import paged_bucket_sizes
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.question import QuestionScores
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.untrained.random import RandomBuckets
+from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach

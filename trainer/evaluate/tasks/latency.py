@@ -97,7 +97,7 @@ def run(job: Job) -> list[EvalRow]:
     dense = [LatencyCase(DENSE.of(name), "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
     cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
-    of_situations = dense + [_sparse_cases(model, block, [getattr(block.select, "sparsity", 0.0)])[0] for block in blocks]
+    of_situations = dense + [_sparse_cases(model, block, [block.select.sparsity or 0.0])[0] for block in blocks]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
     plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
     advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))

@@ -15,8 +15,8 @@ from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.untrained.oracle import Oracle
-from msattn.trainer.methods.untrained.random import Random
+from msattn.trainer.methods.untrained.scores.oracle import Oracle
+from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, tap

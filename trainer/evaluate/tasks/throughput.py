@@ -79,7 +79,7 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: ComparedMethods)
     """Returns the methods to measure: dense attention, then the gate and the router together, or random ones."""
     block = next((each for each in methods.block_selections if each.gate), None) or random_gate(cfg, model)
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or random_router(cfg, model)
-    sparsity = getattr(block.select, "sparsity", None)
+    sparsity = block.select.sparsity
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
     ((read, setting), *_) = routing.own_settings()
     attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.reads(setting))

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
-from msattn.trainer.config.select import TopK
 from msattn.trainer.methods.blocks import Candidates, candidate_blocks, normalize_rows, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.layer_attention import attention_recall, block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, run_tapped, tap

@@ -13,7 +13,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import last_row, normalize_rows, row_span, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import GateScores
-from msattn.trainer.methods.untrained.vertical_slash import last_attention, last_positions
+from msattn.trainer.methods.untrained.scores.vertical_slash import last_attention, last_positions
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs

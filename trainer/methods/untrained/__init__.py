@@ -1,13 +1,17 @@
-"""Methods without training. A file is a method, under its name in ``select.scores`` and ``eval.routers``.
-
-It defines ``scorer``, a class of block scores for prompts, or ``router``, a class that chooses keys for new tokens, or both; a
-file that is added here is known everywhere (``SCORES`` and ``ROUTERS`` of :mod:`msattn.trainer.config.select`).
-"""
+"""Methods without training. A file of ``scores`` or ``routers`` is a method, known everywhere by the file's name."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from msattn.trainer.methods.untrained.base import UntrainedRouter, UntrainedScorer
 
 
-def untrained_method(name: str) -> ModuleType:
-    """Returns the module of a method, with its ``scorer`` and ``router``."""
-    return import_module(f"{__name__}.{name}")
+def untrained_scorer(name: str) -> "type[UntrainedScorer]":
+    """Returns the class of the block scores with this name."""
+    return import_module(f"{__name__}.scores.{name}").scorer
+
+
+def untrained_router(name: str) -> "type[UntrainedRouter]":
+    """Returns the class of the router with this name."""
+    return import_module(f"{__name__}.routers.{name}").router

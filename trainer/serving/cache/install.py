@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
-from msattn.trainer.methods.untrained.clusters import KeyClusters
+from msattn.trainer.methods.untrained.routers.clusters import KeyClusters
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, ClusterLayer, GrowingLayer
 
 

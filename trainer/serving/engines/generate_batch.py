@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from msattn.trainer.config.select import Multiscale
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.key_blocks import BlockRouter
+from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.stand_ins import replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped

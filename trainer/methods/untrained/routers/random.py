@@ -1,37 +1,18 @@
-"""Random block scores, and random buckets that are visited at random: the floor that other methods should exceed."""
+"""Random buckets that are visited at random: the floor that other routers should exceed."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.buckets import BucketRouter, hash32
-from msattn.trainer.methods.untrained.base import UntrainedRouter, UntrainedScorer
+from msattn.trainer.methods.untrained.base import UntrainedRouter
+from msattn.trainer.methods.untrained.scores.random import STYLE
 from msattn.trainer.models.families import num_kv_heads
 
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
-
-STYLE = {"color": "#999999", "marker": "x"}
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 MASK = 2**32 - 1
-
-
-@dataclass(frozen=True)
-class Random(UntrainedScorer):
-    """Scores blocks by uniform random numbers, determined by seed, layer and shape."""
-
-    method: ClassVar = Method("random", style=STYLE)
-    seed: int = 0
-
-    def __call__(self, x: "LayerInputs") -> Tensor:
-        visible = self.visible(x)
-        generator = torch.Generator(x.q.device).manual_seed(self.seed * 1_000_003 + x.layer)
-        shape = (x.q.shape[0], x.q.shape[1], *visible.shape[2:])
-        return normalize_rows(torch.rand(shape, generator=generator, device=x.q.device) * visible)
 
 
 class RandomBuckets(UntrainedRouter, BucketRouter):
@@ -76,5 +57,4 @@ class RandomBuckets(UntrainedRouter, BucketRouter):
         return hash32((words * factors & MASK).sum(-1) & MASK)
 
 
-scorer = Random
 router = RandomBuckets

@@ -10,8 +10,8 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-from msattn.trainer.methods.untrained.mean_pool import MeanPool
-from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash, pattern_mass
+from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.untrained.vertical_slash import VerticalSlash, pattern_mass
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs

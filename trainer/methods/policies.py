@@ -1,0 +1,123 @@
+"""Policies, which turn block scores into the blocks to read; each has the keys of ``select`` with the names of its fields.
+
+``policy(scores, candidates)`` returns the blocks to read. ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a distribution over
+the visible blocks (larger in the last row of a gate). The result has the shape of the scores: a bool mask, or uint8 zooms (a
+block at zoom z is read at 1 / z of its tokens, at 0 not at all). It contains ``candidates.always`` (zoom 1) and nothing outside
+of ``candidates.visible``. Nothing here imports torch before it runs: ``--help`` shows the first lines of the classes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.config.schema import Sparsity, Tokens, schema
+from msattn.trainer.config.select import Mass, Shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from msattn.trainer.methods.blocks import Candidates
+
+    Policy = Callable[[Tensor, Candidates], Tensor]
+
+ZOOMS = (1, 2, 4, 8)
+
+
+@schema("select.")
+class TopK:
+    """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
+
+    sparsity: Sparsity
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        return candidates.best(scores, candidates.share(1 - self.sparsity))
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Selects part of each row's top-k share, and blocks above a threshold.
+
+    ``floor`` is this part, a share of the visible blocks. The threshold, ``scale * v ** exponent * (1 - above / v) **
+    edge_exponent`` for a row with ``v`` visible blocks, is that of the layer (:mod:`msattn.trainer.methods.thresholds`); so
+    ``select.sparsity`` is the mean over the rows and heads of a layer. It depends on the row alone: prompts that are read in
+    chunks select the same blocks.
+    """
+
+    floor: float
+    scale: float
+    exponent: float
+    edge_exponent: float
+    above: float
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        limit = {"exponent": self.exponent, "edge_exponent": self.edge_exponent, "above": self.above}
+        return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
+
+
+@schema("select.")
+class Threshold:
+    """Selects every block whose row-normalised score is at least ``threshold``."""
+
+    threshold: Sparsity
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        return candidates.best(scores, candidates.share(0.0), threshold=self.threshold)
+
+
+@schema("select.")
+class Nucleus:
+    """Selects the fewest blocks of each row whose scores sum to ``mass``."""
+
+    mass: Mass
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        order = scores.masked_fill(candidates.always, float("inf")).argsort(dim=-1, descending=True)
+        ranked = scores.gather(-1, order)
+        before = ranked.cumsum(-1) - ranked
+        needed = before < self.mass * ranked.sum(-1, keepdim=True)
+        return needed.scatter(-1, order, needed) & candidates.visible | candidates.always
+
+
+@schema("select.")
+class TokenBudget:
+    """Selects the best blocks of each row that together hold ``tokens`` keys."""
+
+    tokens: Tokens
+    block_size: int = 64
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        return candidates.best(scores, candidates.number(max(1, self.tokens // self.block_size)))
+
+
+@schema("select.")
+class Multiscale:
+    """Selects the best blocks whole and the next ones at lower resolution.
+
+    A block at zoom z is read at 1 / z of its tokens.
+    """
+
+    shares: Shares
+
+    @property
+    def cost(self) -> float:
+        """Share of the visible tokens that is read, where a pooled token counts as one."""
+        return sum(share / zoom for share, zoom in zip(self.shares, ZOOMS, strict=True))
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        import torch
+
+        zooms = torch.zeros_like(scores, dtype=torch.uint8)
+        for end, zoom in reversed([*zip(accumulate(self.shares), ZOOMS, strict=True)]):  # finer zooms overwrite coarser ones
+            zooms.masked_fill_(candidates.best(scores, candidates.share(end)), zoom)
+        return zooms
+
+
+BY_NAME: dict[str, Any] = {
+    "topk": TopK,
+    "calibrated": Calibrated,
+    "threshold": Threshold,
+    "nucleus": Nucleus,
+    "token_budget": TokenBudget,
+    "multiscale": Multiscale,
+}

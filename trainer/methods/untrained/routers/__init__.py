@@ -1,0 +1,1 @@
+"""Routers of new tokens without training. A file is one value of ``eval.routers``; its class is registered as ``router``."""
