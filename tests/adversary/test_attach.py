@@ -24,6 +24,7 @@ import msattn
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.quest import Quest
@@ -76,7 +77,7 @@ def filled_with(module: Module, value: float) -> Module:
 
 
 DECODE_GATE = random_decode_gate()
-DECODE_GATE.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+DECODE_GATE.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
 GATED: dict[str, Any] = {"qmodel": DECODE_GATE, "recent": 5, "dense_below": 0}
 OBJECTS: dict[str, Any] = {
     "empty string": "",

@@ -86,8 +86,8 @@ def test_all_scores_are_calibrated_in_one_pass() -> None:
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
     table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}])["quest"]
-    assert table["layers"][0][SPARSITIES.index(0.5)] is not None
-    assert table["layers"][0][SPARSITIES.index(0.9)] is None
+    assert table.layers[0][SPARSITIES.index(0.5)] is not None
+    assert table.layers[0][SPARSITIES.index(0.9)] is None
     x = inputs_of_layers(tiny_model(), random_tokens(1, 60 * BLOCK))[0]
     masks = [
         Selection.from_config(SelectConfig(policy, scores="quest", block_size=BLOCK, sparsity=0.9), thresholds=table).blocks(x)
@@ -118,4 +118,4 @@ def test_chunks_may_differ_in_length() -> None:
     chunks = [{"input_ids": ids[: blocks * BLOCK]} for blocks in (24, 60, 1, 33)]
     table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
     assert table == calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
-    assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table["layers"])
+    assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table.layers)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import bucket_sizes
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.thresholds import SHARES, bucket_sizes, calibrate_keys, densities_of, key_threshold, most_probes
+from msattn.trainer.methods.key_thresholds import SHARES, KeyThresholds, calibrate_keys, densities_of, most_probes
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 
@@ -50,11 +51,11 @@ def test_thresholds_are_interpolated_and_decrease() -> None:
     densities = densities_of(counts)
     assert densities == sorted(densities, reverse=True)
     assert densities[SHARES.index(0.5)] == pytest.approx(2, rel=0.01)
-    table = {"shares": [0.01, 0.04], "densities": [8.0, 2.0]}
-    assert key_threshold(table, 0.02) == pytest.approx(4)
+    table = KeyThresholds([0.01, 0.04], [8.0, 2.0])
+    assert table.density(0.02) == pytest.approx(4)
     for share in (0.005, 0.05):
         with pytest.raises(UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"):
-            key_threshold(table, share)
+            table.density(share)
 
 
 @pytest.mark.parametrize(("share", "buckets", "most"), [(0.05, 12, 12), (0.01, 1024, 64), (0.05, 1024, 256), (0.5, 1024, 1024)])
@@ -67,7 +68,7 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
     """The keys are counted one by one for every query, which needs none of the calibration's code."""
     model, ids, router = tiny_model(), random_tokens(3, 200), classifiers()
     chunks = [{"input_ids": row} for row in ids]
-    threshold = key_threshold(calibrate_keys(router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]), share)
+    threshold = calibrate_keys(router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]).density(share)
     read = total = 0
     reads = set()
     for row in ids:
@@ -102,11 +103,11 @@ def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
     _, few = decoded(keys=0.05)
     _, many = decoded(keys=0.4)
     assert window < few < many < 1
-    router.thresholds = {"shares": [0.05], "densities": [2.0**-20]}
+    router.thresholds = KeyThresholds([0.05], [2.0**-20])
     everything, share = decoded(keys=0.05)
     assert share == 1
     torch.testing.assert_close(everything, model(ids).logits[:, -1:], rtol=1e-4, atol=1e-4)
-    router.thresholds = {"shares": [0.05], "densities": [2.0**20]}
+    router.thresholds = KeyThresholds([0.05], [2.0**20])
     assert decoded(keys=0.05)[1] == window
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
@@ -122,7 +123,7 @@ def test_steps_equal_ordinary_passes(
     reads: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
 ) -> None:
     model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
-    gate.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+    gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 61)])
     options = {"qmodel": gate, **OPTIONS, "dense_layers": (0,), **reads}
     with attach(model, **options) as sparse:

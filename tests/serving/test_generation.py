@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
@@ -101,7 +102,7 @@ def test_drafts_at_a_share_of_the_keys(where: str) -> None:
     plain = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     dense = model.generate(ids, **plain)
     for density in (1e-9, 1.2):
-        router.requires_grad_(False).eval().thresholds = {"shares": [0.2], "densities": [density]}
+        router.requires_grad_(False).eval().thresholds = KeyThresholds([0.2], [density])
         with attach(model, **{**ROUTED, "qmodel": router, "probes": None, "keys": 0.2}) as sparse:
             drafted, stats = model.generate(ids, **plain, prompt_lookup_num_tokens=4), sparse.stats()
         assert stats["dense_fallbacks"] == 0

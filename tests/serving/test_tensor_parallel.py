@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -32,7 +33,7 @@ decode_gate = DecodeGate.build(whole.config, GateConfig(phase="decode", block_si
 for weight in decode_gate.requires_grad_(False).parameters():
     torch.nn.init.normal_(weight, std=0.3)
 classifier = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
-classifier.thresholds = {"shares": [0.1], "densities": [1.2]}
+classifier.thresholds = KeyThresholds([0.1], [1.2])
 window = {"recent": 8, "sink": 1, "dense_layers": ()}
 attached = {
     "quest": {"select": {"scores": "quest", "block_size": 16, "sparsity": 0.5}},

@@ -22,16 +22,15 @@ from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import BlockRouter, num_far
+from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
-    KEY_CALIBRATION_CHUNKS,
     SHORT_ROWS,
     SPARSITIES,
+    BlockThresholds,
     allocation_of,
     calibrate_blocks,
-    calibrate_keys,
-    key_threshold,
 )
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
@@ -88,7 +87,7 @@ def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Load
                 f"{each.method}: its artifact holds no thresholds for shares of the keys; they were measured anew."
             )
         for share in cfg.all_keys:
-            key_threshold(each.router.thresholds, share)
+            each.router.thresholds.density(share)
 
 
 def calibration_chunks(cfg: EvalRunConfig, loaded: Loaded, number: int) -> list[dict[str, Any]]:
@@ -169,20 +168,20 @@ class _Kept:
         )
         return AShape(size, torch.from_numpy(profile).to(self.model.device))
 
-    def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, dict[str, Any]]:
+    def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, BlockThresholds]:
         """Returns the results of ``calibrate_blocks`` by name, of one pass for all if those of one of them are not kept."""
 
         @cache
-        def measured() -> dict[str, dict[str, Any]]:
+        def measured() -> dict[str, BlockThresholds]:
             return calibrate_blocks({name: scorers[name] for name in identities}, self.model, self.items, always=always)
 
         def fits(name: str) -> np.ndarray:  # [layers, sparsities, 3]
-            return np.array([[each or [np.nan] * 3 for each in layer] for layer in measured()[name]["layers"]])
+            return np.array([[each or [np.nan] * 3 for each in layer] for layer in measured()[name].layers])
 
-        def table(name: str) -> dict[str, Any]:
+        def table(name: str) -> BlockThresholds:
             array = self.array("thresholds", [identities[name], *always], lambda: fits(name))
             layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in array.tolist()]
-            return {"floor": allocation_of(scorers[name]).floor, "sparsities": list(SPARSITIES), "layers": layers}
+            return BlockThresholds(allocation_of(scorers[name]).floor, list(SPARSITIES), layers)
 
         return {name: table(name) for name in identities}
 

@@ -24,7 +24,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import key_share
+from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
@@ -53,7 +53,7 @@ class BlockSelectionMethod:
     select: SelectConfig
     gate: Gate | None = None
     scorer: Scorer | None = None
-    thresholds: dict[str, Any] | None = None
+    thresholds: BlockThresholds | None = None
 
     def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
         """Returns ``(label, selection)`` for each setting to measure.
@@ -136,8 +136,9 @@ class BucketRoutingMethod:
 
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
-        budget = key_share(self.router, setting) if isinstance(setting, float) else Probes(setting)
-        return self.router.choose(scores, budget, None if sizes is None else lambda: sizes)
+        router: Any = self.router
+        budget = router.thresholds.budget(setting, router.num_buckets) if isinstance(setting, float) else Probes(setting)
+        return router.choose(scores, budget, None if sizes is None else lambda: sizes)
 
     def reads(self, setting: int | float) -> dict[str, Any]:
         """Returns the arguments of ``msattn.attach`` that say which keys are read in a setting."""

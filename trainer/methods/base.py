@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from msattn.trainer.methods.blocks import AlwaysRead
     from msattn.trainer.models.tap import LayerInputs
 
 CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
@@ -95,18 +94,3 @@ class Scorer(Protocol):
     def block_size(self) -> int: ...
 
     def __call__(self, x: "LayerInputs") -> "Tensor": ...
-
-
-class TrainedScorer(Protocol):
-    """Interface of a gate, as far as a selection needs it: its block scores by name, and what its artifact records.
-
-    That is the blocks that every row reads in addition, and thresholds of ``calibrate_blocks``, None without any.
-    """
-
-    @property
-    def always(self) -> "AlwaysRead": ...
-
-    @property
-    def thresholds(self) -> Mapping[str, Any] | None: ...
-
-    def scorer(self, name: str) -> Scorer: ...

@@ -181,3 +181,16 @@ def hash32(word: Any) -> Any:
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     return (word >> 16) ^ word
+
+
+def bucket_sizes(buckets: Tensor, positions: Tensor, num_buckets: int) -> Tensor:
+    """Returns the number of keys up to each of ``positions`` in each bucket: int64 ``[n, Hkv, C]``.
+
+    ``buckets`` int32 ``[Hkv, N]`` are those of the keys, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
+    """
+    keys = torch.arange(buckets.shape[1], device=buckets.device)
+    first_query = torch.searchsorted(positions, keys)  # that sees the key
+    entries = first_query * (num_buckets + 1) + torch.where(buckets < 0, num_buckets, buckets)
+    counts = entries.new_zeros(len(buckets), (len(positions) + 1) * (num_buckets + 1))
+    counts.scatter_add_(1, entries, torch.ones_like(entries))
+    return counts.unflatten(1, (-1, num_buckets + 1))[:, :-1, :-1].cumsum(1).transpose(0, 1)

@@ -5,9 +5,9 @@ them into a block mask for ``block_sparse_attention``, or a zoom map for ``multi
 share this interface. Nothing here synchronizes with the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Scorer, TrainedScorer
+from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.methods.policies import BY_NAME, Calibrated, TopK
-from msattn.trainer.methods.thresholds import SHORT_ROWS, block_threshold, shortest_row
+from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import score_options, with_sinks
 
@@ -28,6 +28,21 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
+
+
+class TrainedScorer(Protocol):
+    """Interface of a gate, as far as a selection needs it: its block scores by name, and what its artifact records.
+
+    That is the blocks that every row reads in addition, and thresholds of ``calibrate_blocks``, None without any.
+    """
+
+    @property
+    def always(self) -> AlwaysRead: ...
+
+    @property
+    def thresholds(self) -> BlockThresholds | None: ...
+
+    def scorer(self, name: str) -> Scorer: ...
 
 
 @dataclass(frozen=True)
@@ -71,12 +86,12 @@ class Selection:
         gate: TrainedScorer | None = None,
         *,
         scorer: Scorer | None = None,
-        thresholds: Mapping[str, Any] | None = None,
+        thresholds: BlockThresholds | None = None,
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
         Scores of gates need ``gate``, and scores ``a_shape`` the ``scorer`` from ``measure_spans``, which otherwise replaces
-        the one that ``cfg.scores`` names. The policy ``calibrated`` takes ``thresholds``, a table of ``calibrate_blocks``, or
+        the one that ``cfg.scores`` names. The policy ``calibrated`` takes ``thresholds`` of ``calibrate_blocks``, or
         those of the gate. Raises UserError if one of these is missing, or thresholds were measured with other blocks that are
         always read.
         """
@@ -143,17 +158,17 @@ def _policy(cfg: SelectConfig, block_size: int) -> Policy:
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 
 
-def _calibrated(cfg: SelectConfig, always: AlwaysRead, table: Mapping[str, Any] | None) -> list[Policy]:
+def _calibrated(cfg: SelectConfig, always: AlwaysRead, table: BlockThresholds | None) -> list[Policy]:
     assert cfg.sparsity is not None
     if table is None:
         raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
-    if cfg.sparsity > table["sparsities"][-1]:
-        raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table['sparsities'][-1]}")
+    if cfg.sparsity > table.sparsities[-1]:
+        raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table.sparsities[-1]}")
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always)
-    found = [block_threshold(table, layer, cfg.sparsity) for layer in range(len(table["layers"]))]
+    found = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
     top_k = TopK(sparsity=cfg.sparsity)
-    return [top_k if each is None else Calibrated(share * table["floor"], *each, above) for each in found]
+    return [top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found]
 
 
 def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:

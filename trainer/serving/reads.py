@@ -10,7 +10,6 @@ from msattn.trainer.methods.buckets import Router, decode_defaults
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.thresholds import key_share
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.serving.loading import check_router
 from msattn.trainer.serving.options import AttachOptions
@@ -79,4 +78,4 @@ def _budget(router: Router, options: AttachOptions, probes: int) -> Budget:
         raise UserError(f"keys={keys:g}: needs a query classifier or a decode gate, which predict attention; give probes")
     if router.thresholds is None:
         raise UserError(f"keys={keys:g}: this router has no calibrated thresholds; train it again, or give probes")
-    return key_share(router, keys)
+    return router.thresholds.budget(keys, buckets)

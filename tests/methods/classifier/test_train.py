@@ -33,6 +33,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
 from msattn.trainer.methods.classifier.train import train_qmodel
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job
@@ -102,7 +103,7 @@ def test_thresholds_are_stored_and_may_be_missing(trained: Path, tmp_path: Path)
     qmodel = QModel.load(folder)
     assert qmodel.artifact is not None
     manifest = qmodel.artifact.manifest
-    assert qmodel.thresholds == manifest["details"]["thresholds"]
+    assert qmodel.thresholds == KeyThresholds(**manifest["details"]["thresholds"])
     model = tiny_model(vocab_size=4096)
     with attach(model, qmodel=qmodel, keys=0.1, recent=16, dense_below=0) as sparse:
         model.generate(random_tokens(1, 100), max_new_tokens=4, do_sample=False)

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, g
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
+from msattn.trainer.methods.thresholds import Allocation, FixedThresholds, calibrate_blocks
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -303,7 +303,7 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
     with torch.no_grad():  # flat scores in the last layer, which then reads more
         gate.get_parameter("layers.1.query_weight").mul_(0.5)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
-    assert gate.thresholds["layers"][0] == gate.thresholds["layers"][1]
+    assert gate.thresholds.layers[0] == gate.thresholds.layers[1]
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.7), gate)
     long = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU).visible[..., 16:, :]
     read = [selection.blocks(x)[..., 16:, :].sum() / (long.sum() * 16) for x in inputs_of_layers(model, ids)]
@@ -332,7 +332,7 @@ def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
 
 def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
     gate = noisy_gate(config())
-    gate.thresholds = {"floor": 0.75, "sparsities": [0.5], "layers": [[0.1], [0.2]]}
+    cast(Any, gate).thresholds = FixedThresholds(0.75, [0.5], [[0.1], [0.2]])
     assert Gate.load(write(gate, tmp_path / "gate")).thresholds is None
     assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.methods.key_blocks import only_far
-from msattn.trainer.methods.thresholds import calibrate_keys, key_threshold
+from msattn.trainer.methods.key_thresholds import KeyThresholds, calibrate_keys
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
@@ -202,7 +202,7 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
     model, ids, recent, sink = tiny_model(), random_tokens(3, 250), 20, 1
     gate = random_decode_gate()
     table = calibrate_keys(gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0])
-    threshold = key_threshold(table, 0.2)
+    threshold = table.density(0.2)
     read, total, counts = 0, 0, set()
     for row in ids:
         x = inputs_of_layers(model, row[None])[1]
@@ -228,7 +228,7 @@ def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
 
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:
     gate = random_decode_gate(config(hidden=8, k_pool=["max", "min", "avg"]))
-    gate.thresholds = {"shares": [0.1, 0.5], "densities": [2.0, 1.0]}
+    gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
     folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
     for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path)):
         assert isinstance(loaded, DecodeGate)

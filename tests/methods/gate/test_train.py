@@ -99,7 +99,7 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     artifacts.check_model(manifest, loaded.fingerprint)
     assert gate.cfg == cfg.gate
     assert gate.thresholds is not None
-    assert len(gate.thresholds["layers"]) == 2
+    assert len(gate.thresholds.layers) == 2
     untrained = Gate.build(loaded.model.config, cfg.gate)
     for name, weight in untrained.named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name))
@@ -134,7 +134,7 @@ def test_a_decode_gate_lies_beside_a_prefill_gate(root):
     assert gate.cfg == decode.gate
     assert manifest["details"]["serving"] == {"probes": 16, "recent": 2047, "sink": 1, "dense_layers": [0]}
     assert gate.thresholds is not None
-    assert gate.thresholds["densities"] == sorted(gate.thresholds["densities"], reverse=True)
+    assert gate.thresholds.densities == sorted(gate.thresholds.densities, reverse=True)
     for name, weight in DecodeGate.build(models.load(cfg.model, device="cpu").model.config, decode.gate).named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name))
     for sparsity in (0.5, 0.8, 0.9):
@@ -170,7 +170,7 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     assert trained.thresholds is not None
     assert again.thresholds is not None
     found, expected = (
-        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for layer in table["layers"]])
+        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for layer in table.layers])
         for table in (again.thresholds, trained.thresholds)
     )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, equal_nan=True)

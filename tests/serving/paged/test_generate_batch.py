@@ -18,6 +18,7 @@ from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.question import QuestionScores
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
@@ -277,7 +278,7 @@ def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatc
     """
     model, prompts = tiny_model(), ragged(10)
     router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
-    router.thresholds = {"shares": [0.1, 0.5], "densities": [1.1, 1e-9]}
+    router.thresholds = KeyThresholds([0.1, 0.5], [1.1, 1e-9])
     expected = [alone(model, prompt) for prompt in prompts]
     count, new = BucketSizes.count, []
 

@@ -27,9 +27,9 @@ from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
+from msattn.trainer.methods.buckets import bucket_sizes
 from msattn.trainer.methods.key_blocks import BlockRouter, only_far
 from msattn.trainer.methods.selection import selected_attention
-from msattn.trainer.methods.thresholds import bucket_sizes
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
 from msattn.trainer.models.loading import Loaded

@@ -7,7 +7,7 @@ are computed in batched products.
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
 from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
-from msattn.trainer.methods.thresholds import KeyThresholds
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -55,7 +55,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
 
     Attributes
     ----------
-    thresholds : of :func:`msattn.trainer.methods.thresholds.calibrate_keys`; None before training.
+    thresholds : of :func:`msattn.trainer.methods.key_thresholds.calibrate_keys`; None before training.
     """
 
     mean: Tensor
@@ -84,7 +84,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             for weight in (self.weight_in, self.weight_out):
                 bound = weight.shape[-2] ** -0.5  # as in nn.Linear
                 nn.init.uniform_(weight[index], -bound, bound, generator)
-        self.thresholds: dict[str, Any] | None = None
+        self.thresholds: KeyThresholds | None = None
         self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     @classmethod
@@ -92,7 +92,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         """Loads a qmodel artifact, frozen and in evaluation mode; UserError if it is missing, damaged or of another kind."""
         artifact = artifacts.read(path, kind="qmodel")
         details, centroids = router_details(artifact, "partition.centroids")
-        calibration = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
+        thresholds = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
         accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]  # classifiers of a layer
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
@@ -102,7 +102,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             qmodel = cls(partition, *weight_out.shape[1:3], residual=details.residual)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
-        qmodel.artifact, qmodel.thresholds = artifact, None if calibration is None else asdict(calibration)
+        qmodel.artifact, qmodel.thresholds = artifact, thresholds
         return qmodel.requires_grad_(False).eval()
 
     @property

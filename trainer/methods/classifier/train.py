@@ -29,7 +29,7 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
-from msattn.trainer.methods.thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
+from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, KeyThresholds, calibrate_keys
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
@@ -255,7 +255,7 @@ class _Job:
             self.trained.save(layer_part(layer), layer_tensors, {"metrics": metrics[layer], "seconds": layer_seconds})
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
-    def calibrated_thresholds(self) -> dict[str, Any]:
+    def calibrated_thresholds(self) -> KeyThresholds:
         """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
 
         The model is loaded again, unless its passes make the targets: training from cached ones has the memory to itself.
@@ -275,7 +275,7 @@ class _Job:
         parts = [self.trained.load(layer_part(layer))[0] for layer in self.partition.layers]
         return {name: torch.stack([tensors[name] for tensors in parts]) for name in parts[0]}
 
-    def write_artifact(self, folder: Path, fingerprint: dict[str, Any], thresholds: dict[str, Any]) -> None:
+    def write_artifact(self, folder: Path, fingerprint: dict[str, Any], thresholds: KeyThresholds) -> None:
         """Writes the trained layers as one artifact, logs its metrics, and removes the parts and checkpoints."""
         cfg, partition = self.cfg, self.partition
         assert partition.artifact is not None
@@ -300,7 +300,7 @@ class _Job:
                 "kmeans_hash": partition.artifact.manifest["content_hash"],
                 "share_long_range": self.caches[0].long_range_share(),
                 "serving": self.served,
-                "thresholds": thresholds,
+                "thresholds": asdict(thresholds),
             },
             data=self.train.chunks.fingerprint,
             seed=cfg.seed,

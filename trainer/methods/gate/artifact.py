@@ -1,7 +1,7 @@
 """GateArtifact: what gates for prefill and gates for decoding have in common."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from msattn.trainer.models.parallel import HeadShard
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from msattn.trainer.methods.thresholds import BlockThresholds, KeyThresholds
+
+Thresholds = TypeVar("Thresholds")
 
 
 class Shape(NamedTuple):
@@ -28,7 +29,7 @@ class Shape(NamedTuple):
     head_dim: int
 
 
-class GateArtifact(artifacts.ArtifactModule):
+class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
     """Gates of a model's layers, each an :class:`~msattn.trainer.methods.gate.attn_gate.AttnGate`.
 
     Attributes
@@ -36,7 +37,7 @@ class GateArtifact(artifacts.ArtifactModule):
     phase : the phase of the gates, see :class:`~msattn.trainer.config.GateConfig`.
     shape : of the model, or of the part of its heads that this rank computes.
     inv_freq : fp32 ``[hidden / 2]``, stored with the weights; 0 for channels that do not rotate.
-    thresholds : calibrated thresholds; None before training.
+    thresholds : calibrated thresholds, a dataclass; None before training.
     """
 
     phase: ClassVar[str]
@@ -45,7 +46,7 @@ class GateArtifact(artifacts.ArtifactModule):
     def __init__(self, shape: Shape, cfg: GateConfig, inv_freq: Tensor) -> None:
         super().__init__()
         self.shape, self.cfg = shape, cfg
-        self.thresholds: dict[str, Any] | None = None
+        self.thresholds: Thresholds | None = None
         self.register_buffer("inv_freq", inv_freq.float())
 
     @staticmethod
@@ -58,7 +59,7 @@ class GateArtifact(artifacts.ArtifactModule):
 
     def details(self) -> dict[str, Any]:
         """Returns the manifest entries from which :meth:`load` rebuilds these gates."""
-        return {"gate": asdict(self.cfg), "thresholds": self.thresholds}
+        return {"gate": asdict(self.cfg), "thresholds": None if self.thresholds is None else vars(self.thresholds)}
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
@@ -69,7 +70,7 @@ class GateArtifact(artifacts.ArtifactModule):
         cls,
         artifact: artifacts.Artifact,
         cfg: GateConfig,
-        thresholds: "BlockThresholds | KeyThresholds | None",
+        thresholds: Thresholds | None,
         num_gates: int,
         **options: Any,
     ) -> Self:
@@ -87,7 +88,7 @@ class GateArtifact(artifacts.ArtifactModule):
             gate = cls(shape, cfg, torch.empty((cfg.hidden or shape.head_dim) // 2), **options)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
         gate.load_state_dict(artifact.tensors, assign=True)
-        gate.artifact, gate.thresholds = artifact, None if thresholds is None else asdict(thresholds)
+        gate.artifact, gate.thresholds = artifact, thresholds
         return gate.requires_grad_(False)
 
     def _part(self, part: HeadShard, **options: Any) -> Self:

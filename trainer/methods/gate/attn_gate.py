@@ -176,7 +176,7 @@ class ModulesByLayer(nn.ModuleDict):
         return super().__getitem__(str(layer))
 
 
-class Gate(GateArtifact):
+class Gate(GateArtifact[BlockThresholds]):
     """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes

@@ -23,7 +23,7 @@ from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, check_keys
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
-from msattn.trainer.methods.thresholds import KeyThresholds
+from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -47,7 +47,7 @@ class DecodeGateDetails:
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
-class DecodeGate(BlockRouter, GateArtifact):
+class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     """Decode gates of all layers of a model, trained by ``msattn train-gate gate.phase=decode``.
 
     A router whose buckets are blocks: a query with ``p`` probes reads the ``p`` blocks with the highest scores.
@@ -61,7 +61,7 @@ class DecodeGate(BlockRouter, GateArtifact):
     Attributes
     ----------
     gates : an :class:`~msattn.trainer.methods.gate.attn_gate.AttnGate` for each attention layer.
-    thresholds : calibrated thresholds (:func:`msattn.trainer.methods.thresholds.calibrate_keys`); None before training.
+    thresholds : calibrated thresholds (:func:`msattn.trainer.methods.key_thresholds.calibrate_keys`); None before training.
     """
 
     phase = "decode"

@@ -17,7 +17,8 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, calibrate_blocks, calibrate_keys
+from msattn.trainer.methods.key_thresholds import calibrate_keys
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
@@ -62,7 +63,11 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         tracker.summary(metrics)
-        gate.thresholds = _calibrated(cfg, gate, loaded, chunks)
+        items = rank_shard(chunks, CALIBRATION_CHUNKS)
+        if isinstance(gate, Gate):
+            gate.thresholds = gate_thresholds(gate, loaded.model, items)
+        else:
+            gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
             tracker.log_artifact(folder)
@@ -71,17 +76,9 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
-def _calibrated(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> dict[str, Any]:
-    """Returns the thresholds of a gate: on shares of the blocks of prompts, or of the keys that decoding reads."""
-    items = rank_shard(chunks, CALIBRATION_CHUNKS)
-    if isinstance(gate, Gate):
-        return gate_thresholds(gate, loaded.model, items)
-    return calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
-
-
 def gate_thresholds(
     gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
-) -> dict[str, Any]:
+) -> BlockThresholds:
     """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.thresholds.calibrate_blocks`."""
     return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always, allocation=allocation)["gate"]
 

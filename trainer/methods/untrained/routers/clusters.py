@@ -7,10 +7,9 @@ from torch import Tensor
 
 from msattn.kernels.nearest_centroid import bucket_sums
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import Sizes, queries_at
+from msattn.trainer.methods.buckets import Sizes, bucket_sizes, queries_at
 from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.methods.key_blocks import NOT_FAR, block_products
-from msattn.trainer.methods.thresholds import bucket_sizes
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
 
 if TYPE_CHECKING:

@@ -1,0 +1,126 @@
+"""Calibrated thresholds of routers: a given share of the keys on average, more where attention is flat.
+
+The density of a bucket is the predicted attention of its keys, as a multiple of the mean key's. A query reads the buckets with
+the highest density. A threshold decides how dense a bucket must be: one for all layers and heads, for each of a grid of shares.
+The dense window comes on top of the share. Query classifiers and decode gates store their thresholds.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, cast
+
+import numpy as np
+import torch
+from accelerate.utils import reduce as reduce_over_ranks
+from annotated_types import Interval
+from torch import Tensor
+
+from msattn.kernels.common.densities import bucket_densities
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router, bucket_sizes
+from msattn.trainer.methods.budgets import KeyShare
+from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.progress import activity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KEY_CALIBRATION_CHUNKS = 4
+QUERIES = 256  # of each chunk and layer
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+LOWEST_DENSITY, DENSITY_BINS, BINS_OF_OCTAVE = -15, 4000, 100  # histogram of log2 density, from 2^-15 to 2^25
+PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
+PROBE_LIMIT_FACTOR = 4  # times the number of buckets that hold the share, if all are equally large
+
+
+@dataclass(frozen=True)
+class KeyThresholds:
+    """Thresholds for a grid of mean shares, as :func:`calibrate_keys` measures them and manifests hold them."""
+
+    shares: list[Annotated[float, Interval(gt=0, le=1)]]
+    densities: list[Annotated[float, Interval(gt=0, lt=2.0**30)]]
+
+    def __post_init__(self) -> None:
+        if not self.shares or sorted(set(self.shares)) != self.shares:
+            raise ValueError("shares must increase")
+        if len(self.densities) != len(self.shares) or sorted(self.densities, reverse=True) != self.densities:
+            raise ValueError(f"densities must be {len(self.shares)} numbers that decrease, one for each share")
+
+    def density(self, share: float) -> float:
+        """Returns the density from which a mean ``share`` of the keys is read, interpolated on logarithmic scales.
+
+        Raises UserError: the table does not cover ``share``.
+        """
+        if not self.shares[0] <= share <= self.shares[-1]:
+            raise UserError(f"keys={share}: the router is calibrated from {self.shares[0]} to {self.shares[-1]}")
+        return float(np.exp(np.interp(np.log(float(share)), np.log(self.shares), np.log(self.densities))))
+
+    def budget(self, share: float, num_buckets: int) -> KeyShare:
+        """Returns the budget that reads a mean ``share`` of the keys."""
+        return KeyShare(share, self.density(share), most_probes(share, num_buckets))
+
+
+@torch.no_grad()
+def calibrate_keys(
+    router: Router,
+    teacher: "PreTrainedModel",
+    chunks: Iterable[dict[str, Tensor]],
+    *,
+    recent: int,
+    sink: int,
+    dense_layers: Iterable[int],
+) -> KeyThresholds:
+    """Returns thresholds on the density of buckets for a grid of mean shares of the keys outside the dense window.
+
+    ``router`` are query classifiers, whose scores are probabilities, or decode gates, whose scores become probabilities.
+    ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text. ``recent``,
+    ``sink`` and ``dense_layers`` are as the router is served; the window of a chunk is at most half of it. Raises UserError if
+    the dense window holds every key of the chunks.
+    """
+    layers = set(router.layers) - set(dense_layers) or set(router.layers)
+    counts = torch.zeros(DENSITY_BINS, dtype=torch.float64, device=teacher.device)
+
+    def dense_attention_with_counts(x: LayerInputs) -> Tensor:
+        if x.layer in layers:
+            counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
+        return dense_attention(x)
+
+    with activity("calibrating the thresholds of bucket densities"):
+        run_tapped(teacher, dense_attention_with_counts, chunks)
+    counts = cast(Tensor, reduce_over_ranks(counts, "sum"))  # over ranks: integers, so the order does not change the sum
+    if not counts.any():
+        raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")
+    return KeyThresholds(list(SHARES), densities_of(counts.cpu()))
+
+
+def key_histogram(router: Router, x: LayerInputs, recent: int, sink: int) -> Tensor:
+    """Counts keys outside the dense window by log2 of their bucket's density, for queries of a prompt.
+
+    Returns float64 ``[DENSITY_BINS]``.
+    """
+    count = min(QUERIES, x.num_keys - recent)
+    positions = torch.linspace(recent, x.num_keys - 1, count, device=x.q.device).round().long()
+    (buckets,), num_buckets = router.buckets_of_keys(x)
+    far = buckets.clone()
+    far[:, :sink] = -1
+    scores = router.probabilities(router.scores_at(x, positions, recent))
+    sizes = bucket_sizes(buckets, positions, num_buckets)
+    bins = ((bucket_densities(scores, sizes).log2() - LOWEST_DENSITY) * BINS_OF_OCTAVE).clamp(0, DENSITY_BINS - 1).long()
+    far_sizes = bucket_sizes(far, positions - recent, num_buckets)
+    return torch.bincount(bins.flatten(), far_sizes.flatten().double(), minlength=DENSITY_BINS)
+
+
+def densities_of(counts: Tensor) -> list[float]:
+    """Returns the largest threshold that reads enough keys for each of ``SHARES``, from their histogram ``[DENSITY_BINS]``."""
+    read = counts.flip(0).cumsum(0)
+    needed = torch.tensor(SHARES, dtype=torch.float64) * read[-1]
+    bins = DENSITY_BINS - 1 - torch.searchsorted(read, needed).clamp(max=DENSITY_BINS - 1)
+    return (2.0 ** (LOWEST_DENSITY + bins.double() / BINS_OF_OCTAVE)).tolist()
+
+
+def most_probes(share: float, num_buckets: int) -> int:
+    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
+    most = PROBE_LIMIT_FACTOR * share * num_buckets
+    return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))
