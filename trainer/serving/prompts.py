@@ -73,7 +73,7 @@ class PromptGraph:
         with torch.inference_mode(False):
             self.inputs = {name: torch.zeros_like(x) for name, x in inputs.items()}
         self.cache: Any = copy.deepcopy(cache)  # without tokens
-        self.statistics, self.counts = statistics, Counter[str]()
+        self.statistics, self.counts = statistics, Counter[str | int]()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.hidden: Tensor | None = None
         self.done = torch.cuda.Event()  # the last prompt's results are copied

@@ -12,7 +12,7 @@ from torch import Tensor
 from msattn.trainer.methods.blocks import Candidates, sparsity
 from msattn.trainer.models.timing import PhaseTimer
 
-OF_LAYER = "sparsity of layer "
+Name = str | int  # a layer's number is the name of its sparsity
 
 
 class SparseStats(dict[str, Any]):
@@ -41,15 +41,15 @@ class Statistics:
 
     def __init__(self, timer: PhaseTimer | None = None, reads: int = 1) -> None:
         self.timer, self._reads = timer, reads
-        self._counts: Counter[str] = Counter()
-        self._sums: Counter[str] = Counter()
-        self._totals: dict[tuple[str, torch.device], Tensor] = {}  # of the values on a device: fp64 scalars at fixed addresses
+        self._counts: Counter[Name] = Counter()
+        self._sums: Counter[Name] = Counter()
+        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # of the values on a device: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
         self._visible = self._read_densely = 0
         self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers
         self._lock = Lock()
 
-    def add(self, name: str, value: Tensor | float = 1.0) -> None:
+    def add(self, name: Name, value: Tensor | float = 1.0) -> None:
         """Adds a number, or the mean of a tensor, to the values of ``name``."""
         with self._lock:
             self._counts[name] += 1
@@ -59,7 +59,7 @@ class Statistics:
             total = self._total(name, value.device)
             total += value.detach().mean(dtype=torch.float64)
 
-    def _total(self, name: str, device: torch.device) -> Tensor:
+    def _total(self, name: Name, device: torch.device) -> Tensor:
         if (name, device) not in self._totals:
             with torch.inference_mode(False):
                 self._totals[name, device] = torch.zeros((), dtype=torch.float64, device=device)
@@ -67,26 +67,25 @@ class Statistics:
 
     def add_dense(self, layer: int) -> None:
         """Counts a pass that read all blocks in a layer."""
-        self.count(f"{OF_LAYER}{layer}")
+        self.count(layer)
 
     def add_selected(self, layer: int, selected: Tensor, candidates: Candidates) -> None:
         """Adds the share of the blocks that a pass did not read in a layer."""
-        name = f"{OF_LAYER}{layer}"
         with self._lock:
-            self._counts[name] += 1
-            sparsity(selected, candidates, self._total(name, selected.device))
+            self._counts[layer] += 1
+            sparsity(selected, candidates, self._total(layer, selected.device))
 
     def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
         """Returns the mean over layers and passes, and that of each layer by its number; None without such passes."""
         with self._lock:
-            names = sorted((name for name in self._counts if name.startswith(OF_LAYER)), key=lambda name: (len(name), name))
-            found = [(int(name.removeprefix(OF_LAYER)), self._sum(name), self._counts[name]) for name in names]
+            layers = sorted(name for name in self._counts if isinstance(name, int))
+            found = [(layer, self._sum(layer), self._counts[layer]) for layer in layers]
         if not found:
             return None, None
         total = sum(value for _, value, _ in found) / sum(count for *_, count in found)
         return total, {layer: value / count for layer, value, count in found}
 
-    def count(self, name: str, times: int = 1) -> None:
+    def count(self, name: Name, times: int = 1) -> None:
         """Counts ``name`` that many times."""
         with self._lock:
             self._counts[name] += times
@@ -101,16 +100,16 @@ class Statistics:
             count = self._counts[name]
             return self._sum(name) / count if count else None
 
-    def _sum(self, name: str) -> float:
+    def _sum(self, name: Name) -> float:
         return self._sums[name] + sum(float(total) for (own, _), total in self._totals.items() if own == name)
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> Counter[Name]:
         """The number of times that each name was added or counted."""
         with self._lock:
             return self._counts.copy()
 
-    def count_again(self, counts: Counter[str]) -> None:
+    def count_again(self, counts: Counter[Name]) -> None:
         """Counts what a CUDA graph has added when it was captured: a replay adds only what is on the device."""
         with self._lock:
             self._counts += counts
