@@ -61,10 +61,6 @@ class Selection:
     scorer: Scorer
     always: AlwaysRead = SINK_AND_LOCAL
 
-    def __post_init__(self) -> None:
-        if isinstance(self.policy, SelectConfig):
-            raise UserError(f"policy=SelectConfig({self.policy.policy!r}): a Selection of it is made by Selection.from_config")
-
     @property
     def block_size(self) -> int:
         """Number of tokens in a block of the scorer."""

@@ -58,7 +58,8 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     policy, scorer = selection.policy, selection.scorer
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
-    require(ok, "select.policy", repr(policy), f"accepted is a policy, or one for each of {num_layers(config)} layers")
+    accepted = f"accepted is a policy, e.g. TopK(0.5), or one for each of {num_layers(config)} layers"
+    require(ok, "select.policy", repr(policy), accepted)
     ok = callable(scorer) and isinstance(getattr(scorer, "block_size", None), int)
     require(ok, "select.scorer", repr(scorer), "accepted is a scorer, e.g. Quest()")
     if selection.gate is not None:
