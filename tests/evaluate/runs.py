@@ -22,8 +22,8 @@ from msattn.trainer.config import (
     SelectConfig,
     TrackerConfig,
 )
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job, PartialRows
-from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.models.layer_attention import dense_attention
@@ -82,7 +82,7 @@ def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]
     return found
 
 
-def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: ComparedMethods) -> list[EvalRow]:
+def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: Compared) -> list[EvalRow]:
     """The rows of a task that a test runs by itself."""
     with TemporaryDirectory() as folder:
         kept = PartialRows(Path(folder) / "rows", {}, resume=False)

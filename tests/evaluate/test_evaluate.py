@@ -11,7 +11,7 @@ import torch
 from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig, DataConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import methods
+from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
@@ -114,7 +114,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             evaluate(replace(cfg, **changes))
     other_weights = models.load(cfg.model, device="cpu", seed=1)
-    notes = methods.find_methods(cfg, other_weights, torch.device("cpu")).notes
+    notes = compared.find_compared(cfg, other_weights, torch.device("cpu")).notes
     assert any("its weights_hash is" in note for note in notes)
 
 

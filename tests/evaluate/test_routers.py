@@ -10,9 +10,9 @@ import torch
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
-from msattn.trainer.evaluate import calibration, methods
+from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares
-from msattn.trainer.evaluate.methods import add_routers
+from msattn.trainer.evaluate.compared import add_routers
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models.loading import Loaded
@@ -34,8 +34,8 @@ def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
     return replace(cfg, model=model, dense_layers=[])
 
 
-def routings_of(cfg: EvalRunConfig, loaded: Loaded) -> methods.ComparedMethods:
-    return add_routers(methods.ComparedMethods([], []), cfg, loaded.model)
+def routings_of(cfg: EvalRunConfig, loaded: Loaded) -> compared.Compared:
+    return add_routers(compared.Compared([], []), cfg, loaded.model)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from msattn.trainer import methods as methods_package
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.evaluate.methods import PREDICTING, BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.compared import PREDICTING, Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
@@ -45,7 +45,7 @@ SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: to
 FARTHEST = 0.25
 
 
-def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> ComparedMethods:
+def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
     """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, the thresholds that are missing.
 
     These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
@@ -71,7 +71,7 @@ def calibrate_selections(methods: ComparedMethods, cfg: EvalRunConfig, loaded: L
     return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
 
 
-def calibrate_routers(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> None:
+def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> None:
     """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds, as in their training.
 
     Raises UserError if the thresholds of an artifact do not cover a share.
@@ -99,7 +99,7 @@ def calibration_chunks(cfg: EvalRunConfig, loaded: Loaded, number: int) -> list[
     return [chunks[i] for i in range(len(chunks))]
 
 
-def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]:
+def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
     """Returns a note for each length at which the blocks that are always read are more than a requested share."""
     if not methods.block_selections:
         return []
@@ -126,7 +126,7 @@ def unreachable_notes(methods: ComparedMethods, cfg: EvalRunConfig) -> list[str]
     return notes
 
 
-def _lacks(method: BlockSelectionMethod) -> bool:
+def _lacks(method: ComparedSelection) -> bool:
     """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
     if method.gate is None:
         return method.method == AShape.method or method.select.policy == "calibrated"
@@ -135,7 +135,7 @@ def _lacks(method: BlockSelectionMethod) -> bool:
     return method.select.policy == "calibrated" and not fits
 
 
-def _identity(method: BlockSelectionMethod) -> str:
+def _identity(method: ComparedSelection) -> str:
     """Returns what the scores of a method depend on, besides model and text."""
     if method.gate is not None and method.gate.artifact is not None:
         return f"{method.gate.artifact.manifest['content_hash']} {method.select.scores}"
@@ -158,7 +158,7 @@ class _Kept:
         known = json.loads(json.dumps(self._depends_on | {"what": what, "identity": identity}))
         return cached(self.folder, what, lambda: known, make, quiet=True, however_short=True)
 
-    def scorer(self, method: BlockSelectionMethod) -> Scorer:
+    def scorer(self, method: ComparedSelection) -> Scorer:
         """Returns the scorer of a method; that of the A shape is measured."""
         if method.method != AShape.method:
             return Selection.from_config(method.select.with_policy("topk"), method.gate).scorer
@@ -186,7 +186,7 @@ class _Kept:
         return {name: table(name) for name in identities}
 
 
-def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loaded) -> ComparedMethods:
+def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
     """Returns ``methods`` whose routings are measured at ``cfg.eval.key_shares``, if there are any.
 
     For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
@@ -213,7 +213,7 @@ def match_key_shares(methods: ComparedMethods, cfg: EvalRunConfig, loaded: Loade
 
 
 @torch.inference_mode()
-def measure_curves(loaded: Loaded, routings: list[BucketRoutingMethod], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
+def measure_curves(loaded: Loaded, routings: list[ComparedRouting], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
     """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read: fp64 ``[C + 1]``.
 
     Layers that are dense or not routed do not count, as in the reported shares.
@@ -231,7 +231,7 @@ def measure_curves(loaded: Loaded, routings: list[BucketRoutingMethod], chunks: 
     return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
 
 
-def share_curve(x: LayerInputs, routing: BucketRoutingMethod) -> Tensor:
+def share_curve(x: LayerInputs, routing: ComparedRouting) -> Tensor:
     """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
     positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, SHARE_QUERIES, device=x.q.device).round().long()
     router = routing.router

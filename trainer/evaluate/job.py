@@ -14,7 +14,7 @@ from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.text_files import text_files
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
-from msattn.trainer.evaluate.methods import ComparedMethods
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
@@ -81,7 +81,7 @@ class Job:
 
     loaded: Loaded
     cfg: EvalRunConfig
-    methods: ComparedMethods
+    methods: Compared
     progress: Progress
     kept: PartialRows
 
@@ -103,7 +103,7 @@ class Job:
         return done
 
 
-def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: ComparedMethods) -> dict[str, Any]:
+def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> dict[str, Any]:
     """Returns what the rows of an evaluation depend on, under the names of the command line."""
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | given["model"]

@@ -20,8 +20,8 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from msattn.trainer.evaluate.compared import Compared
     from msattn.trainer.evaluate.job import Job
-    from msattn.trainer.evaluate.methods import ComparedMethods
     from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
     from msattn.trainer.models.loading import Loaded
@@ -45,7 +45,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         cfg.eval.harness.check_paths()
 
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, methods
+    from msattn.trainer.evaluate import calibration, compared
     from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
@@ -58,8 +58,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         print_once(f"eval reads {library}, as no text was chosen; --data FILE_OR_FOLDER names one's own")
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
-    found = methods.find_methods(cfg, loaded, loaded.model.device)
-    found = methods.add_routers(found, cfg, loaded.model)
+    found = compared.find_compared(cfg, loaded, loaded.model.device)
+    found = compared.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
     samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
     # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
@@ -142,7 +142,7 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     return [row.extra.get("benchmark", ""), f"{length}" + f"x{batch}" * (batch > 1)]
 
 
-def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "ComparedMethods") -> None:
+def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
     from msattn.trainer.models.families import check_length
 

@@ -34,8 +34,8 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config.select import BASELINES, GATE_SCORES
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.calibration import calibrate_selections
+from msattn.trainer.evaluate.compared import Compared, ComparedSelection
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.evaluate.task import record, task_module
 from msattn.trainer.methods.base import DENSE
@@ -83,7 +83,7 @@ def _configured(part: Part, length: int) -> Any:
 def measure(part: Part) -> list[EvalRow]:
     """Returns the rows of a part, those that a killed run has kept included; runs in a process of its own."""
     loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
-    methods = calibrate_selections(ComparedMethods(_methods(part, cfg, loaded), []), cfg, loaded)
+    methods = calibrate_selections(Compared(_methods(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
     if kept.get("done") is None:
         for row in part.dense:
@@ -105,16 +105,16 @@ def measure(part: Part) -> list[EvalRow]:
     return [replace(row, extra={"seed": seed} | row.extra) for row in rows]
 
 
-def _methods(part: Part, cfg: Any, loaded: Any) -> list[BlockSelectionMethod]:
+def _methods(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
     if part.gate is not None:
         gate = Gate.load(part.gate)
         assert gate.artifact is not None
         artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
         method = gate.scorer(part.scores).method
         method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
-        return [BlockSelectionMethod(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
+        return [ComparedSelection(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
     if part.baseline is not None:
-        return [BlockSelectionMethod(untrained_scorer(part.baseline).method, replace(cfg.select, scores=part.baseline))]
+        return [ComparedSelection(untrained_scorer(part.baseline).method, replace(cfg.select, scores=part.baseline))]
     return []
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from msattn.trainer import data, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import run_program
-from msattn.trainer.evaluate import calibration, methods
+from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.recipes import argument_parser
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides])
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    found = methods.find_methods(cfg, loaded, loaded.model.device)
+    found = compared.find_compared(cfg, loaded, loaded.model.device)
     found = calibration.calibrate_selections(found, cfg, loaded)
     settings = [
         (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))

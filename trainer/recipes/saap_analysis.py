@@ -23,7 +23,7 @@ from torch import Tensor
 from msattn.trainer import data, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError, run_program
-from msattn.trainer.evaluate import methods
+from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.tasks.analysis import partitions
 from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import bucket_counts, deviation
 from msattn.trainer.evaluate.tasks.analysis.queries import Queries, Window, query_batches, query_positions
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides])
     loaded, settings = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed), cfg.eval.analysis
-    found = methods.find_methods(cfg, loaded, loaded.model.device)
+    found = compared.find_compared(cfg, loaded, loaded.model.device)
     partition = next((each.router for each in found.bucket_routings if isinstance(each.router, KMeans)), None)
     if partition is None:
         raise UserError("artifacts.kmeans: no k-means; msattn fit-kmeans makes one")

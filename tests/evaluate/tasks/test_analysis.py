@@ -14,7 +14,7 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Window, query_batches, query_positions
@@ -170,7 +170,7 @@ def router(rope: bool, layers: list[int] | None = None) -> KMeans:
 @pytest.mark.parametrize("rope", [False, True])
 def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
     x, positions = layer_inputs(), query_positions(LENGTH, WINDOW_KEYS, 5)
-    method = BucketRoutingMethod("k-means", router(rope), 2, WINDOW_KEYS.recent, WINDOW_KEYS.sink, ())
+    method = ComparedRouting("k-means", router(rope), 2, WINDOW_KEYS.recent, WINDOW_KEYS.sink, ())
     reads = selectivity.LayerReads.of(x, [method], positions, seed=0)
     for head in range(HEADS):
         for queries in query_batches(x, head, positions, WINDOW_KEYS):
@@ -201,7 +201,7 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
 
 def test_layers_that_a_router_does_not_hold_are_left_out() -> None:
     x, positions = layer_inputs(layer=1), query_positions(LENGTH, WINDOW_KEYS, 2)
-    method = BucketRoutingMethod("k-means", router(False), 2, WINDOW_KEYS.recent, WINDOW_KEYS.sink, ())
+    method = ComparedRouting("k-means", router(False), 2, WINDOW_KEYS.recent, WINDOW_KEYS.sink, ())
     reads = selectivity.LayerReads.of(x, [method], positions, seed=0)
     assert not reads.routed
     assert task.compared_sizes([method], 1) == []
@@ -265,4 +265,4 @@ def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> Non
         eval=EvalConfig(tasks=["analysis"], analysis=AnalysisConfig(**changes)),
     )
     with pytest.raises(UserError, match=message):
-        task.check_sizes(cfg, models.load(cfg.model, device="cpu"), ComparedMethods([], []))
+        task.check_sizes(cfg, models.load(cfg.model, device="cpu"), Compared([], []))

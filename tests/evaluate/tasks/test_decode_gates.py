@@ -13,9 +13,9 @@ from msattn.trainer.commands import greedy
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
-from msattn.trainer.evaluate import calibration, methods
+from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares, share_curve
-from msattn.trainer.evaluate.methods import add_routers, without_routers
+from msattn.trainer.evaluate.compared import add_routers, without_routers
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -39,9 +39,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     return outputs
 
 
-def found_methods(cfg: EvalRunConfig) -> tuple[Loaded, methods.ComparedMethods]:
+def found_methods(cfg: EvalRunConfig) -> tuple[Loaded, compared.Compared]:
     loaded = models.load(cfg.model, device="cpu")
-    found = methods.find_methods(cfg, loaded, torch.device("cpu"))
+    found = compared.find_compared(cfg, loaded, torch.device("cpu"))
     return loaded, add_routers(found, cfg, loaded.model)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from msattn import attach
 from msattn.trainer import models
-from msattn.trainer.evaluate import methods
+from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.tasks import needle
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
@@ -19,7 +19,7 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     cfg = config(trained, text)
     cfg = replace(cfg, eval=replace(cfg.eval, needle=replace(cfg.eval.needle, question=question, needles=3)))
     samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
-    found = methods.find_methods(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
+    found = compared.find_compared(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
     routing = replace(found.bucket_routings[0], dense_layers=())
     routing.router.artifact = None  # skips the check of the model: this one has other weights
     dense = needle.prefill_samples(loaded, samples, lambda: None)

@@ -12,7 +12,7 @@ from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Sample
-from msattn.trainer.evaluate.methods import BlockSelectionMethod
+from msattn.trainer.evaluate.compared import ComparedSelection
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import answers, ruler
@@ -114,7 +114,7 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
     cfg = config(Path("unused"), "unused")
     loaded = models.load(cfg.model, device="cpu")
     ids = ruler.encode(loaded.tokenizer, Sample("a prompt", " begun", []), None)
-    (dense,) = answers.cases(loaded, answers.ComparedMethods([], []), [])
+    (dense,) = answers.cases(loaded, answers.Compared([], []), [])
     free = answers.answer(loaded, [Question(ids, 12)], dense, lambda: None)
     third = loaded.tokenizer.decode(free.tokens[0][:3])
     questions = [Question(ids, 12, lambda text: text == third), Question(ids, 12, lambda text: False)]
@@ -127,8 +127,8 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> None:
     loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
-    gate = BlockSelectionMethod("gate", select_config({"sink_blocks": 0, "local_blocks": 0}), Gate.load("embedded"))
-    tried = answers.cases(loaded, answers.ComparedMethods([] if sparsity is None else [gate], []), [sparsity or 0])
+    gate = ComparedSelection("gate", select_config({"sink_blocks": 0, "local_blocks": 0}), Gate.load("embedded"))
+    tried = answers.cases(loaded, answers.Compared([] if sparsity is None else [gate], []), [sparsity or 0])
     texts = ["Once upon a time there was " + "a river and " * number for number in (90, 20, 55)]
     questions = [Question(encode_prompt(loaded.tokenizer, text, None), 8) for text in texts]
     single, batched = (answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.intervals import paired_proportions
-from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -45,7 +45,7 @@ class Answers(NamedTuple):
 
 def cases(
     loaded: Loaded,
-    methods: ComparedMethods,
+    methods: Compared,
     sparsities: list[float],
     probes: list[int] | None = None,
     keys: Sequence[float] = (),

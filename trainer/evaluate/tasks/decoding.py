@@ -19,8 +19,8 @@ from transformers import Cache, PreTrainedModel
 from msattn.kernels.bench.timing import graphed, time_ms
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.timing import (
@@ -96,7 +96,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
     if not methods.bucket_routings and probes > buckets:
         raise UserError(f"probes={probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")

@@ -11,8 +11,8 @@ from msattn.trainer import data
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import TOKENS, Task
 from msattn.trainer.evaluate.tasks.perplexity import COLUMNS, above_dense, compare
@@ -32,7 +32,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError if no held-out document is long enough."""
     if next(beginnings(cfg, loaded.tokenizer), None) is None:
         settings = cfg.eval.documents

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from msattn.trainer.config import LatencyConfig
+from msattn.trainer.evaluate.compared import ComparedSelection
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
 from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate, with_growing_layers
@@ -118,7 +118,7 @@ def run(job: Job) -> list[EvalRow]:
     return _with_break_even(rows, job.methods.notes)
 
 
-def _sparse_cases(model: PreTrainedModel, block: BlockSelectionMethod, sparsities: list[float]) -> list[LatencyCase]:
+def _sparse_cases(model: PreTrainedModel, block: ComparedSelection, sparsities: list[float]) -> list[LatencyCase]:
     return [
         LatencyCase(block.method, label, None, partial(block.attach, model, select))
         for label, select in block.settings(sparsities)

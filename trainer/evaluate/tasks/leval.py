@@ -33,9 +33,9 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.intervals import stratified_interval, wilson
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, Question, answer, cases, read_and_spent
@@ -93,7 +93,7 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
         return [row(case.method, case.setting, *prefilled(loaded, asked, case, advance), case, done)]
 
     def decode(
-        method: BucketRoutingMethod, plan: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
     ) -> list[EvalRow]:
         results = decoded(loaded, asked, method, plan, advance)
         return [row(case.method, case.setting, *result, case, done) for case, result in zip(plan, results, strict=True)]
@@ -104,7 +104,7 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
         for case in cases(loaded, blocks, settings.sparsities)
     ]
     for method in routings:
-        _, *settings_of = cases(loaded, ComparedMethods([], [method]), [], settings.probes, settings.keys)
+        _, *settings_of = cases(loaded, Compared([], [method]), [], settings.probes, settings.keys)
         key = "leval", length, method.method, *(case.setting for case in settings_of)
         plan.append(Measurement(key, partial(decode, method, settings_of), len(asked)))
     return job.rows(f"L-Eval, {length} tokens", plan)
@@ -125,7 +125,7 @@ def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQue
     return [questions[place * len(questions) // count] for place in range(count)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: Compared) -> None:
     """Raises UserError for files of another form, and for a length that is too short for a question."""
     tasks = read_tasks(cfg)
     for length in cfg.eval.leval.lengths:
@@ -192,7 +192,7 @@ def prefilled(
 
 @torch.inference_mode()
 def decoded(
-    loaded: "Loaded", asked: list[Asked], method: BucketRoutingMethod, plan: list[MethodSetting], advance: Callable[[], None]
+    loaded: "Loaded", asked: list[Asked], method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None]
 ) -> list[tuple[list[Likelihood], dict[str, Any]]]:
     """Returns the result of :func:`prefilled` for each setting; all share one dense prefill of each document."""
     found: list[list[Likelihood]] = [[] for _ in plan]

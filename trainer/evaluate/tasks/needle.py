@@ -24,9 +24,9 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.tasks.sequences import NeedlePrompt, crop_from, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import ComparedRouting, with_independent
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, paired_answers, read_and_spent
@@ -122,7 +122,7 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
         return [as_row(case.method, case.setting, samples, result, done[0] if done else None, cfg)]
 
     def decode(
-        method: BucketRoutingMethod, asked: dict[str, int | float], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, asked: dict[str, int | float], advance: Callable[[], None], done: list[EvalRow]
     ) -> list[EvalRow]:
         results = decode_samples(loaded, samples, method, asked, advance)
         return [
@@ -201,7 +201,7 @@ def prefill_samples(
 
 @torch.inference_mode()
 def decode_samples(
-    loaded: Loaded, samples: Samples, method: BucketRoutingMethod, plan: dict[str, int | float], advance: Callable[[], None]
+    loaded: Loaded, samples: Samples, method: ComparedRouting, plan: dict[str, int | float], advance: Callable[[], None]
 ) -> dict[str, NeedleResult]:
     """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
     predicted: dict[str, list[Tensor]] = {label: [] for label in plan}

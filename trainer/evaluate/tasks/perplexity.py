@@ -19,9 +19,9 @@ from msattn.trainer import data
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import ComparedSelection
 from msattn.trainer.evaluate.intervals import Interval, mean_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.methods import BlockSelectionMethod
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -81,7 +81,7 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
         return [to_row(DENSE, "", runs[0], runs[0])]
 
     def sparse(
-        method: BlockSelectionMethod, label: str, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
+        method: ComparedSelection, label: str, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
     ) -> list[EvalRow]:
         with method.attach(loaded.model, select, measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:

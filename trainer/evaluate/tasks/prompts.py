@@ -8,9 +8,9 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
+from msattn.trainer.evaluate.compared import Compared, with_independent
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases, paired_answers
@@ -38,7 +38,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError if a prompt is longer than the model's positions, or the file is malformed."""
     encoded_prompts(loaded, cfg)
 

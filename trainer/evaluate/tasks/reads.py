@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
@@ -30,7 +30,7 @@ DIGITS = 5  # decimal places of stored shares
 class PrefillReads:
     """Block maps of three layers in one prefill: the true map, the scores of ``method`` and the blocks that it reads."""
 
-    method: BlockSelectionMethod
+    method: ComparedSelection
     setting: str
     select: SelectConfig
     maps: BlockMaps
@@ -56,7 +56,7 @@ class PrefillReads:
 class DecodingReads:
     """Keys that the newest token reads with ``probes`` buckets, in the layer and head with the most mass outside the window."""
 
-    methods: list[BucketRoutingMethod]
+    methods: list[ComparedRouting]
     probes: int
     far_mass: float = -1.0
     stored: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class DecodingReads:
         return self.stored | {"setting": f"{self.probes} probe" + "s" * (self.probes != 1)}
 
 
-def collect(loaded: Loaded, input_ids: Tensor, methods: ComparedMethods, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
+def collect(loaded: Loaded, input_ids: Tensor, methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
     """Runs one prefill of ``input_ids [N]`` and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
 
     Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
@@ -122,7 +122,7 @@ def collect(loaded: Loaded, input_ids: Tensor, methods: ComparedMethods, cfg: Ev
     return found
 
 
-def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: BucketRoutingMethod) -> Tensor:
+def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: ComparedRouting) -> Tensor:
     """Returns the keys that each query group reads in ``probes [n, Hkv, L]`` and in the dense window: bool ``[n, Hkv, M]``.
 
     ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries. -1 is no bucket.
@@ -137,7 +137,7 @@ def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: Bucket
     return read & (keys <= newest)
 
 
-def _keys_of_newest(x: LayerInputs, method: BucketRoutingMethod, probes: int) -> Tensor:
+def _keys_of_newest(x: LayerInputs, method: ComparedRouting, probes: int) -> Tensor:
     newest = torch.tensor([x.num_keys - 1], device=x.k.device)
     visited = method.buckets(method.router.scores_at(x, newest, method.recent), probes)
     return keys_read(method.router.buckets_of_keys(x)[0], newest, visited, method)[0]

@@ -18,9 +18,9 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.intervals import mean_interval, within
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.evaluate.task import ERROR, SHARE, Task
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
@@ -110,7 +110,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError for chunks that the window covers, or a window that is shorter than a block of a routing."""
     length = cfg.eval.recall.length
     for routing in methods.bucket_routings:
@@ -130,7 +130,7 @@ def compare(sparse: SparseAttention, out: Tensor, lse: Tensor, share: Tensor) ->
 
 
 def block_recalls(
-    x: LayerInputs, dense: MaxPoolAttention, method: BlockSelectionMethod, sparsities: list[float]
+    x: LayerInputs, dense: MaxPoolAttention, method: ComparedSelection, sparsities: list[float]
 ) -> dict[str, LayerRecall]:
     """Returns ``{setting: recall}`` of one block selection; its scores are computed once for all sparsities."""
     selections = {label: method.selection(select) for label, select in method.settings(sparsities)}
@@ -144,7 +144,7 @@ def block_recalls(
 
 
 def bucket_recalls(
-    x: LayerInputs, dense: MaxPoolAttention, method: BucketRoutingMethod, cfg: EvalRunConfig, first: bool
+    x: LayerInputs, dense: MaxPoolAttention, method: ComparedRouting, cfg: EvalRunConfig, first: bool
 ) -> dict[tuple[Method, str], LayerRecall]:
     """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
 
@@ -185,7 +185,7 @@ def bucket_recalls(
 
 
 def bucket_attention_mass(
-    x: LayerInputs, dense_lse: Tensor, method: BucketRoutingMethod, buckets: Tensor, num_buckets: int, positions: Tensor
+    x: LayerInputs, dense_lse: Tensor, method: ComparedRouting, buckets: Tensor, num_buckets: int, positions: Tensor
 ) -> Tensor:
     """Returns the attention mass of each bucket outside the dense window, summed over the query group: fp32 ``[n, Hkv, C]``."""
     keys = torch.arange(x.num_keys, dtype=torch.int32, device=x.q.device)
@@ -208,7 +208,7 @@ def bucket_attention_mass(
 def decode_queries(
     x: LayerInputs,
     dense: MaxPoolAttention,
-    method: BucketRoutingMethod,
+    method: ComparedRouting,
     buckets: Tensor,
     num_buckets: int,
     positions: Tensor,

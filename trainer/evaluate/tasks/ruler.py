@@ -21,9 +21,9 @@ from msattn.trainer.data.benchmarks import read_hotpotqa, read_squad
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared, with_independent
 from msattn.trainer.evaluate.intervals import Interval, stratified_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
-from msattn.trainer.evaluate.methods import ComparedMethods, with_independent
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
@@ -86,7 +86,7 @@ def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
     return [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
     hay, count = read_haystack(cfg), partial(_count, loaded.tokenizer)
     for length in cfg.eval.ruler.lengths:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
+from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import ComparedMethods
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting
@@ -75,7 +75,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: ComparedMethods) -> list[MethodSetting]:
+def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> list[MethodSetting]:
     """Returns the methods to measure: dense attention, then the gate and the router together, or random ones."""
     block = next((each for each in methods.block_selections if each.gate), None) or random_gate(cfg, model)
     routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or random_router(cfg, model)

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, GateConfig
-from msattn.trainer.evaluate.methods import BlockSelectionMethod, BucketRoutingMethod
+from msattn.trainer.evaluate.compared import ComparedRouting, ComparedSelection
 from msattn.trainer.memory import peak_memory
 from msattn.trainer.methods.base import DENSE, RANDOM_WEIGHTS
 from msattn.trainer.methods.classifier.kmeans import KMeans
@@ -104,7 +104,7 @@ def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, see
     return cache
 
 
-def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutingMethod:
+def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedRouting:
     """Returns classifiers with random weights over random centroids, which have the cost of trained ones."""
     config, presets = model.config, cfg.model.presets
     layers, heads = models.served_layers(config), models.num_kv_heads(config)
@@ -113,18 +113,18 @@ def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> BucketRoutingMe
     partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
-    routing = BucketRoutingMethod.configured(router.method.of(RANDOM_WEIGHTS), router, cfg)
+    routing = ComparedRouting.configured(router.method.of(RANDOM_WEIGHTS), router, cfg)
     return replace(routing, keys=None)  # it has no thresholds
 
 
-def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> BlockSelectionMethod:
+def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedSelection:
     """Returns a gate with random weights, which has the cost of a trained one."""
     presets = cfg.model.presets
     shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # random weights have no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
     method = gate.scorer(cfg.select.scores).method.of(RANDOM_WEIGHTS)
-    return BlockSelectionMethod(method, cfg.select.with_policy(policy), gate)
+    return ComparedSelection(method, cfg.select.with_policy(policy), gate)
 
 
 def speedups(dense: Mapping[str, float], of: float) -> dict[str, float]:

@@ -10,8 +10,8 @@ from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig, KMeansConfig
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods
 from msattn.trainer.evaluate.tasks.analysis.queries import Window
 from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.memory import free_memory
@@ -53,26 +53,26 @@ def visit(loaded: Loaded, input_ids: Tensor, layers: list[int], see: Callable[[L
         prefill(loaded, input_ids)
 
 
-def num_buckets(cfg: EvalRunConfig, methods: ComparedMethods) -> int:
+def num_buckets(cfg: EvalRunConfig, methods: Compared) -> int:
     """Returns the number of buckets of the first routing, or that of the model's presets."""
     routers = [routing.router.num_buckets for routing in methods.bucket_routings]
     return routers[0] if routers else cfg.model.presets.num_buckets
 
 
-def other_sizes(cfg: EvalRunConfig, methods: ComparedMethods) -> list[int]:
+def other_sizes(cfg: EvalRunConfig, methods: Compared) -> list[int]:
     """Returns the numbers of buckets of the further partitions."""
     main = num_buckets(cfg, methods)
     given = cfg.eval.analysis.buckets
     return [size for size in dict.fromkeys([main // 4] if given is None else given) if size not in (0, main)]
 
 
-def num_training_chunks(cfg: EvalRunConfig, methods: ComparedMethods) -> int:
+def num_training_chunks(cfg: EvalRunConfig, methods: Compared) -> int:
     """Returns how many training chunks hold ``POINTS_PER_BUCKET`` keys for each bucket of the largest partition."""
     points = POINTS_PER_BUCKET * max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
     return max(MIN_CHUNKS, -(-points // (cfg.eval.analysis.length - 1)))
 
 
-def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
+def window_of(cfg: EvalRunConfig, methods: Compared) -> Window:
     """Returns the window of the first routing, else the configured one or that of the model's presets."""
     for routing in methods.bucket_routings:
         return Window(routing.sink, routing.recent)
@@ -80,7 +80,7 @@ def window_of(cfg: EvalRunConfig, methods: ComparedMethods) -> Window:
     return Window(*(defaults[key] if given.get(key) is None else given[key] for key in ("sink", "recent")))
 
 
-def training_keys(job: Job, methods: ComparedMethods, layers: list[int]) -> TrainingKeys:
+def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKeys:
     """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out."""
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
@@ -122,7 +122,7 @@ def check_num_keys(loaded: Loaded, length: int, count: int, largest: int, num_la
         )
 
 
-def routings(job: Job, methods: ComparedMethods, keys: TrainingKeys) -> list[BucketRoutingMethod]:
+def routings(job: Job, methods: Compared, keys: TrainingKeys) -> list[ComparedRouting]:
     """Returns the routings of the artifacts, and fitted k-means: one before RoPE, one after, and of the further sizes."""
     cfg, device = job.cfg, job.loaded.model.device
     main = num_buckets(cfg, methods)
@@ -140,7 +140,7 @@ def routings(job: Job, methods: ComparedMethods, keys: TrainingKeys) -> list[Buc
             centroids.append(fit_centroids(of_layer, settings, device=device, seed=cfg.seed + layer)[0])
             advance()
         router = KMeans(torch.stack(centroids), layers, rope).to(device)
-        fitted.append(BucketRoutingMethod.configured(method, router, cfg))
+        fitted.append(ComparedRouting.configured(method, router, cfg))
     if fitted:
         names = "; ".join(str(each.method) for each in fitted)
         text = f"{keys.count:,} keys of each head from {keys.num_chunks} training chunks"

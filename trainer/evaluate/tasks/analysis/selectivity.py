@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.trainer.evaluate.methods import BucketRoutingMethod
+from msattn.trainer.evaluate.compared import ComparedRouting
 from msattn.trainer.evaluate.row import WINDOW, EvalRow
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.tasks.recall import LayerRecall, MethodRecall
@@ -92,7 +92,7 @@ class LayerReads:
     parts: dict[Method, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
 
     @classmethod
-    def of(cls, x: LayerInputs, routings: list[BucketRoutingMethod], positions: Tensor, seed: int) -> "LayerReads":
+    def of(cls, x: LayerInputs, routings: list[ComparedRouting], positions: Tensor, seed: int) -> "LayerReads":
         """Assigns the keys to the buckets of each routing that covers the layer, and scores the buckets for all queries."""
         routed = {}
         for routing in routings:

@@ -11,8 +11,8 @@ import torch
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, without_routers
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.methods import BucketRoutingMethod, ComparedMethods, without_routers
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import ERROR, NAME, Task
 from msattn.trainer.evaluate.tasks.analysis import partitions
@@ -66,7 +66,7 @@ def run(job: Job) -> list[EvalRow]:
     return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *errors.rows(length)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: ComparedMethods) -> None:
+def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
     partitions.check_model_has(cfg, loaded)
     window, length = partitions.window_of(cfg, without_routers(methods)), cfg.eval.analysis.length
@@ -82,9 +82,9 @@ def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:
     return [served[i] for i in chosen]
 
 
-def compared_sizes(routings: list[BucketRoutingMethod], layer: int) -> list[BucketRoutingMethod]:
+def compared_sizes(routings: list[ComparedRouting], layer: int) -> list[ComparedRouting]:
     """Returns the first k-means before RoPE and the first after RoPE, those that hold the layer."""
-    found: dict[bool, BucketRoutingMethod] = {}
+    found: dict[bool, ComparedRouting] = {}
     for routing in routings:
         if isinstance(routing.router, KMeans):
             found.setdefault(routing.router.rope, routing)
@@ -92,7 +92,7 @@ def compared_sizes(routings: list[BucketRoutingMethod], layer: int) -> list[Buck
 
 
 def training_sizes(
-    routings: list[BucketRoutingMethod], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
+    routings: list[ComparedRouting], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
 ) -> SampledBuckets:
     """Assigns the training keys of each layer to the buckets of :func:`compared_sizes`."""
     sizes = SampledBuckets(seed)

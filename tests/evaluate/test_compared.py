@@ -12,8 +12,8 @@ from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
-from msattn.trainer.evaluate import calibration, methods
-from msattn.trainer.evaluate.methods import _artifact_paths, _block_selections, _bucket_routings
+from msattn.trainer.evaluate import calibration, compared
+from msattn.trainer.evaluate.compared import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
@@ -63,7 +63,7 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
 def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
     cfg = config(trained, text, baselines=["quest", "random"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
-    found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    found = calibration.calibrate_selections(compared.find_compared(cfg, loaded, torch.device("cpu")), cfg, loaded)
     quest = next(method for method in found.block_selections if str(method.method) == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
     expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
@@ -79,10 +79,14 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
         perplexity.prefill(loaded, ids)
         assert sparse.stats()["sparsity"] == calibrated
     topk = replace(cfg, select=SelectConfig("topk", block_size=16))
-    assert all(method.thresholds is None for method in methods.find_methods(topk, loaded, torch.device("cpu")).block_selections)
+    assert all(
+        method.thresholds is None for method in compared.find_compared(topk, loaded, torch.device("cpu")).block_selections
+    )
     decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
     assert (
-        calibration.calibrate_selections(untouched := methods.find_methods(cfg, loaded, torch.device("cpu")), decoding, loaded)
+        calibration.calibrate_selections(
+            untouched := compared.find_compared(cfg, loaded, torch.device("cpu")), decoding, loaded
+        )
         is untouched
     )
 
@@ -99,8 +103,8 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
         calibration, "calibrate_blocks", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys)
     )
 
-    def calibrated(cfg: EvalRunConfig) -> dict[str, methods.BlockSelectionMethod]:
-        found = calibration.calibrate_selections(methods.find_methods(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    def calibrated(cfg: EvalRunConfig) -> dict[str, compared.ComparedSelection]:
+        found = calibration.calibrate_selections(compared.find_compared(cfg, loaded, torch.device("cpu")), cfg, loaded)
         assert any(note.startswith("gate: its artifact holds no thresholds for this selection") for note in found.notes)
         return {str(method.method): method for method in found.block_selections}
 
@@ -123,9 +127,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
 def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
     evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
-    (multiscale, zooms), (whole, topk) = methods.BlockSelectionMethod("oracle", replace(select, scores="oracle")).settings(
-        [0.5]
-    )
+    (multiscale, zooms), (whole, topk) = compared.ComparedSelection("oracle", replace(select, scores="oracle")).settings([0.5])
     assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
     assert zooms == replace(select, scores="oracle")
     assert topk.policy == "topk"
@@ -139,5 +141,5 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
 
 def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
     cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
-    block = methods.BlockSelectionMethod("oracle", replace(cfg.select, scores="oracle"))
+    block = compared.ComparedSelection("oracle", replace(cfg.select, scores="oracle"))
     assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]

@@ -42,7 +42,7 @@ PREDICTING = QModel | DecodeGate  # routers that predict attention, so that they
 
 
 @dataclass(frozen=True)
-class BlockSelectionMethod:
+class ComparedSelection:
     """Sparse prefill: ``select`` names the block scores and the policy that turns them into blocks to read.
 
     ``scorer`` and ``thresholds`` are measured on training text (:mod:`msattn.trainer.evaluate.calibration`): the spans of the A
@@ -83,7 +83,7 @@ class BlockSelectionMethod:
 
 
 @dataclass(frozen=True)
-class BucketRoutingMethod:
+class ComparedRouting:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
     Tasks that measure a single setting take ``keys``, a mean share of the keys, or without it ``probes`` buckets. A setting
@@ -103,7 +103,7 @@ class BucketRoutingMethod:
     independent: bool = False
 
     @classmethod
-    def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "BucketRoutingMethod":
+    def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "ComparedRouting":
         """Returns the router with the configured numbers, else those that its artifact records."""
         keys = cfg.keys if isinstance(router, PREDICTING) else None
         return cls(method, router, **serving_numbers(router, cfg.routing, cfg.model.presets), keys=keys)
@@ -151,24 +151,24 @@ class BucketRoutingMethod:
         return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
 
 
-def with_independent(routings: Sequence[BucketRoutingMethod], wanted: bool) -> list[BucketRoutingMethod]:
+def with_independent(routings: Sequence[ComparedRouting], wanted: bool) -> list[ComparedRouting]:
     """Returns ``routings`` and, if ``wanted``, after each the same with separate buckets for each query head."""
     kinds = (False, True) if wanted else (False,)
     return [replace(each, independent=independent) for each in routings for independent in kinds]
 
 
 @dataclass(frozen=True)
-class ComparedMethods:
+class Compared:
     """The methods that each task compares with dense attention, and the artifacts that they were read from."""
 
-    block_selections: list[BlockSelectionMethod]  # of sparse prefill
-    bucket_routings: list[BucketRoutingMethod]  # of sparse decoding
+    block_selections: list[ComparedSelection]  # of sparse prefill
+    bucket_routings: list[ComparedRouting]  # of sparse decoding
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind
     notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
 
 
-def find_methods(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> ComparedMethods:
+def find_compared(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> Compared:
     """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds ``eval.baselines``."""
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
@@ -184,7 +184,7 @@ def find_methods(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> Co
             notes.append(f"{label} {each.path}: {module.routing_warning}")
         found.append((each, module.to(device)))
     read = [module.artifact for _, module in found]
-    return ComparedMethods(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
+    return Compared(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
 
 
 class _Path(NamedTuple):
@@ -221,35 +221,35 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     return paths, notes
 
 
-def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[BlockSelectionMethod]:
+def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedSelection]:
     gates = [(path, module) for path, module in found if path.kind == "gate"]
     # Baselines select among the same blocks as the gate.
     size = gates[0][1].cfg.block_size if gates else cfg.select.block_size
     methods = []
     for path, gate in gates:
         method = gate.scorer(cfg.select.scores).method.of(source=path.source)
-        methods.append(BlockSelectionMethod(method, cfg.select, gate))
+        methods.append(ComparedSelection(method, cfg.select, gate))
         if cfg.select.policy == "calibrated" and not path.source:  # for a comparison of the policies
-            methods.append(BlockSelectionMethod(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
+            methods.append(ComparedSelection(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
         if cfg.select.scores != "gate" and not path.source:  # for a comparison of the scores
-            methods.append(BlockSelectionMethod(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
+            methods.append(ComparedSelection(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
     return methods + [
-        BlockSelectionMethod(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))
+        ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))
         for name in cfg.eval.baselines
     ]
 
 
-def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[BucketRoutingMethod]:
+def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedRouting]:
     methods = []
     for kind in ("qmodel", "decode_gate", "kmeans"):
         for path, router in found:
             if path.kind == kind:
                 method = router.method.of(*[ROPE] * getattr(router, "rope", False), source=path.source)
-                methods.append(BucketRoutingMethod.configured(method, router, cfg))
+                methods.append(ComparedRouting.configured(method, router, cfg))
     return methods
 
 
-def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedMethods:
+def add_routers(methods: Compared, cfg: EvalRunConfig, model: PreTrainedModel) -> Compared:
     """Returns ``methods`` with the routers without training, ``cfg.eval.routers``, after the others.
 
     They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
@@ -264,11 +264,11 @@ def add_routers(methods: ComparedMethods, cfg: EvalRunConfig, model: PreTrainedM
     for name in cfg.eval.routers:
         router = untrained_router(name).for_model(model.config, buckets, layers, cfg.seed).to(model.device)
         same = replace(like, method=router.method, router=router, keys=None) if like else None
-        added.append(same or BucketRoutingMethod.configured(router.method, router, cfg))
+        added.append(same or ComparedRouting.configured(router.method, router, cfg))
     return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
 
 
-def without_routers(methods: ComparedMethods) -> ComparedMethods:
+def without_routers(methods: Compared) -> Compared:
     """Returns ``methods`` without those of :func:`add_routers` and without routers of pages, with the same notes."""
     learned = [each for each in methods.bucket_routings if not isinstance(each.router, BlockRouter | UntrainedRouter)]
     return replace(methods, bucket_routings=learned)
