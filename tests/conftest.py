@@ -55,14 +55,15 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _sparse_at_every_length(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attached models are sparse where dense attention is faster, except in tests with the mark ``break_even``."""
-    if "break_even" not in request.keywords:
-        from msattn.trainer.serving import build
+@pytest.fixture(scope="session", autouse=True)
+def _unmeasured_device() -> Iterator[None]:
+    """Attached models are sparse at every length, as on a device whose break-even lengths were not measured."""
+    from msattn.trainer.models import break_even
 
-        monkeypatch.setattr(build, "prefill_break_even", lambda sparsity, device: 0)
-        monkeypatch.setattr(build, "decoding_break_even", lambda *arguments: 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(break_even, "BREAK_EVEN", {})
+        patch.setattr(break_even, "DECODING_COST", {})
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -161,9 +161,7 @@ def test_short_prompts_are_dense_by_choice(model: Any) -> None:
 
 
 def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    sparsities: list[float] = []
-    measured = "msattn.trainer.serving.build.prefill_break_even"
-    monkeypatch.setattr(measured, lambda sparsity, device: sparsities.append(sparsity) or 4096)
+    monkeypatch.setattr("msattn.trainer.models.break_even.BREAK_EVEN", {0: {0.5: 4096, 0.8: 2048}})
     gate = gate_for(model)
 
     def dense_below(**options: Any) -> int:
@@ -171,8 +169,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
             return sparse.ways.dense_below
 
     assert dense_below(gate=gate) == 4096
-    assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 4096
-    assert sparsities == [0.5, 0.8]
+    assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 2048
     assert dense_below(gate=gate, dense_below=17) == 17
     assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
     assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"

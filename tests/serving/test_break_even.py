@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from msattn.trainer.models import break_even
+from msattn.trainer.models.break_even import BREAK_EVEN, DECODING_COST
 from msattn.trainer.serving.attach import attach
 from tests.factory import random_tokens, tiny_model
 from tests.serving.decoding import ROUTED, close, generate
@@ -24,9 +25,15 @@ def test_tokens_are_dense_up_to_the_break_even_length(where: str) -> None:
     assert stats["selectivity"] < 1
 
 
-@pytest.mark.break_even
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The break-even lengths that users get, which other tests leave out."""
+    monkeypatch.setattr(break_even, "BREAK_EVEN", BREAK_EVEN)
+    monkeypatch.setattr(break_even, "DECODING_COST", DECODING_COST)
+
+
 @torch.no_grad()
-def test_short_contexts_are_dense_as_users_get_them() -> None:
+def test_short_contexts_are_dense_as_users_get_them(shipped: None) -> None:
     model = tiny_model(max_position_embeddings=1024)
     ids = random_tokens(1, 300)
     dense = generate(model, ids)
@@ -37,7 +44,7 @@ def test_short_contexts_are_dense_as_users_get_them() -> None:
     assert stats["dense_by_choice"] == 2 + 19
 
 
-def test_break_even_length_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_break_even_length_of_decoding(shipped: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(break_even, "_measured_device", lambda device, measured: 90)
     device, key_bytes = torch.device("cuda"), 4096
 

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ def prefill_break_even(sparsity: float, device: torch.device) -> int:
     return min((tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize)
 
 
-@lru_cache
 def decoding_break_even(device: torch.device, key_bytes: int, window: int, share: float, batch: int) -> int:
     """Returns the number of keys of each sequence from which routed decoding beats dense attention.
 

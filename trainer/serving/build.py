@@ -147,4 +147,4 @@ def _break_even(model: ModelInfo, router: Router, reads: Reads, device: torch.de
         window, share = window + budget.most * router.block_size, 0.0
     else:
         share = budget.most / router.num_buckets
-    return partial(decoding_break_even, device, key_bytes, window, share)
+    return cache(partial(decoding_break_even, device, key_bytes, window, share))
