@@ -47,7 +47,7 @@ def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | Non
     x: Any = SimpleNamespace(
         layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None, rotates=True
     )
-    layer.assign(ModuloRouter(), x)
+    layer.assign(x)
 
 
 def check_layer(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -> None:
@@ -92,7 +92,7 @@ def test_every_key_is_kept_once_after_any_operations(
     prompt: int, padding: int, rebuild_every: int, recent: int, events: list[tuple[str, Any]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layer = BucketLayer(BUCKETS, rebuild_every)
+    layer = BucketLayer(ModuloRouter(), rebuild_every)
     kv_start = torch.tensor([0, min(padding, prompt - 1)], dtype=torch.int32)
 
     def draw(batch: int, count: int) -> Tensor:
@@ -122,7 +122,7 @@ def test_every_key_is_kept_once_after_any_operations(
 
 
 def test_calls_in_another_order_are_rejected() -> None:
-    layer = BucketLayer(BUCKETS)
+    layer = BucketLayer(ModuloRouter())
     with pytest.raises(RuntimeError, match="the layer has no keys"):
         _ = layer.index
     new = torch.zeros(1, 2, 4, 1)
@@ -133,7 +133,7 @@ def test_calls_in_another_order_are_rejected() -> None:
     with pytest.raises(KeysNotKnown, match="layer 0: 4 cached keys"):
         forward_pass(layer, new, None)
     with pytest.raises(ValueError, match="rebuild_every=0"):
-        BucketLayer(BUCKETS, rebuild_every=0)
+        BucketLayer(ModuloRouter(), rebuild_every=0)
 
 
 def test_install_replaces_the_layers_of_a_cache() -> None:

@@ -60,7 +60,7 @@ def decode(
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
         keys, values = layer.update(new, new.flip(-1))
         x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer)
-        layer.assign(router, x)
+        layer.assign(x)
         if new.shape[2] == 1:
             out = routed.attend(x, layer)
     return out, statistics.key_counts(layer.keys), layer.window(RECENT)
@@ -153,7 +153,7 @@ def test_clusters_follow_a_cache() -> None:
         new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
         keys, values = layer.update(new, new.flip(-1))
         x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, None, layer)
-        layer.assign(router, x)
+        layer.assign(x)
         return x
 
     append(100)

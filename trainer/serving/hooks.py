@@ -17,7 +17,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.stand_ins import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
-from msattn.trainer.serving.cache.install import install_layers
+from msattn.trainer.serving.cache.install import install_layers, partition_of
 from msattn.trainer.serving.cache.layers import BucketLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs, check_memory
 from msattn.trainer.serving.sparse import Sparse
@@ -138,18 +138,12 @@ class DecoderHooks(NotCopied):
             )
 
     def _check_partition(self, cache: Any) -> None:
-        """Raises UserError if the buckets of ``cache`` belong to another partition; records the partition in new layers."""
+        """Raises UserError if the buckets of ``cache`` belong to another partition."""
         if self.sparse.routed is None:
             return
-        router = self.sparse.routed.router
-        partition: Any = getattr(router, "partition", router)  # a QModel has a KMeans, a KMeans routes itself
-        for layer in (each for each in cache.layers if isinstance(each, BucketLayer)):
-            if layer.partition is None:
-                layer.partition = partition
-            elif not _same_partition(layer.partition, partition):
-                raise UserError(
-                    "past_key_values: its buckets were made with another k-means or router than the one attached now"
-                )
+        partition = partition_of(self.sparse.routed.router)
+        if not all(_same_partition(layer.partition, partition) for layer in cache.layers if isinstance(layer, BucketLayer)):
+            raise UserError("past_key_values: its buckets were made with another k-means or router than the one attached now")
 
 
 def _same_partition(a: Any, b: Any) -> bool:

@@ -3,7 +3,7 @@
 :class:`RoutedDecoding` is that of an attached model. In an attention function of :func:`msattn.trainer.models.tap.tap`::
 
     layer = x.cache                                   # a BucketLayer, from `install_layers`
-    layer.assign(router, x)                           # in every forward pass, for prompts and single tokens
+    layer.assign(x)                                   # in every forward pass, for prompts and single tokens
     if x.num_queries == 1:
         visited = router.visit(x, Probes(8), sizes, window=recent)  # int32 [B, Hkv, L]
         out = decode_attention(x, visited, window=layer.window(recent), sink=sink).out

@@ -151,7 +151,7 @@ class Sparse(NotCopied):
             return None
         with self.statistics.timed("selection"):
             try:
-                x.cache.assign(self.routed.router, x, self.rotation)
+                x.cache.assign(x, self.rotation)
             except KeysNotKnown:
                 return None
         return x.cache

@@ -55,7 +55,12 @@ def _new_layer(router: Router | None, rebuild_every: int) -> GrowingLayer:
         return ClusterLayer(router, rebuild_every)
     if isinstance(router, BlockRouter):
         return BlockLayer(router, rebuild_every)
-    return BucketLayer(router.num_buckets, rebuild_every)
+    return BucketLayer(partition_of(router), rebuild_every)
+
+
+def partition_of(router: Router) -> Any:
+    """Returns what gives keys their buckets: a QModel has a KMeans, other routers do it themselves."""
+    return getattr(router, "partition", router)
 
 
 def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:

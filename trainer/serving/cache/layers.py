@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, Router
-from msattn.trainer.methods.key_blocks import BlockRouter, block_of_keys
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
+from msattn.trainer.methods.key_blocks import block_of_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.buffer import Buffer
@@ -149,15 +149,17 @@ class GrowingLayer(DynamicLayer):
 
 
 class BucketLayer(GrowingLayer):
-    """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every ``rebuild_every`` tokens."""
+    """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every ``rebuild_every`` tokens.
 
-    def __init__(self, num_buckets: int, rebuild_every: int = REBUILD_EVERY) -> None:
+    ``partition`` gives keys their buckets: a router, or the k-means of a query classifier.
+    """
+
+    def __init__(self, partition: Any, rebuild_every: int = REBUILD_EVERY) -> None:
         if rebuild_every < 1:
             raise ValueError(f"rebuild_every={rebuild_every}: expected a number of tokens, 1 or more")
         super().__init__()
-        self.num_buckets = num_buckets
+        self.partition, self.num_buckets = partition, partition.num_buckets
         self.rebuild_every = rebuild_every
-        self.partition: Any = None  # that the buckets belong to, from the first use by an attached model on
         self.reset()
 
     def reset(self) -> None:
@@ -202,7 +204,7 @@ class BucketLayer(GrowingLayer):
         assert self._sizes is not None
         return self._sizes
 
-    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
+    def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
         """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
@@ -218,7 +220,7 @@ class BucketLayer(GrowingLayer):
             return
         for first in range(start, num_keys, ASSIGNED_AT_ONCE):
             end = min(first + ASSIGNED_AT_ONCE, num_keys)
-            new = self._buckets(router, x, rotation, first, end)
+            new = self._buckets(x, rotation, first, end)
             self.bucket_buffer.reserve(num_keys, new)
             self.bucket_buffer.append(new)
         if due:
@@ -232,9 +234,9 @@ class BucketLayer(GrowingLayer):
         """Builds the index of all keys that have buckets."""
         self._store_index(self.bucket_buffer.filled)
 
-    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
+    def _buckets(self, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
-        buckets: Tensor = router.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
+        buckets: Tensor = self.partition.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
         if x.kv_start is None:
             return buckets
         positions = torch.arange(first, end, device=buckets.device)
@@ -299,10 +301,6 @@ class BlockLayer(BucketLayer):
     Each time the index is built, the summaries of all its blocks are computed again. Newer keys belong to the dense window.
     """
 
-    def __init__(self, router: BlockRouter, rebuild_every: int = REBUILD_EVERY) -> None:
-        self.router = router
-        super().__init__(router.num_buckets, rebuild_every)
-
     def reset(self) -> None:
         """Removes all tokens."""
         super().reset()
@@ -313,28 +311,28 @@ class BlockLayer(BucketLayer):
     def summaries(self) -> Tensor | None:
         return self._summaries.memory if self.indexed else None
 
-    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
+    def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
         if self.indexed == 0 or x.k_nope.shape[2] > MAX_ROUTED_TOKENS:
             self._prompt_keys = self.get_seq_length()
-        super().assign(router, x, rotation)
+        super().assign(x, rotation)
 
-    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
-        return block_of_keys(first, end, x.kv_start, self.router.block_size, x.k.device).expand(*x.k.shape[:2], -1)
+    def _buckets(self, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
+        return block_of_keys(first, end, x.kv_start, self.partition.block_size, x.k.device).expand(*x.k.shape[:2], -1)
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
         x = replace(x, prompt_keys=self._prompt_keys)
-        if self.router.pools:
-            x = replace(x, pooled_keys=self.pool_keys(self.router.pools, self.router.block_size, x, rotation))
+        if self.partition.pools:
+            x = replace(x, pooled_keys=self.pool_keys(self.partition.pools, self.partition.block_size, x, rotation))
         self._summaries.length = 0
-        self._summaries.append(self.router.summarize(x))
+        self._summaries.append(self.partition.summarize(x))
         self.num_buckets = self._summaries.capacity
         super()._rebuild_index(x, rotation)
 
     def _shorten_index(self, length: int) -> None:
         """Removes the blocks that hold a key from position ``length`` on: summaries are those of whole blocks."""
         assert self.bucket_buffer.filled is not None
-        whole = max(0, length - self.router.block_size + 1)  # the block of an earlier key ends before position length
+        whole = max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
         self._store_index(self.bucket_buffer.filled[:, :, :whole])
 
     def _select_rows(self, rows: Tensor) -> None:
@@ -365,14 +363,14 @@ class ClusterLayer(BlockLayer):
     new clusters, and cropping leaves the means as they are.
     """
 
-    def assign(self, router: Router, x: LayerInputs, rotation: Rotation | None = None) -> None:
+    def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
         """Clusters new keys and builds the index, in the passes in which :meth:`BucketLayer.assign` builds it."""
         if self._is_due(x.k_nope.shape[2]):
-            super().assign(router, x, rotation)
+            super().assign(x, rotation)
 
-    def _buckets(self, router: Any, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
+    def _buckets(self, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         start = None if x.kv_start is None else (x.kv_start - first).clamp(0, end - first)
-        clusters, means = router.cluster(x.k[:, :, first:end], start)
+        clusters, means = self.partition.cluster(x.k[:, :, first:end], start)
         clusters = torch.where(clusters < 0, -1, clusters + self._summaries.length)
         self._summaries.append(means)
         return clusters
