@@ -39,20 +39,23 @@ class Step:
             # Number of keys with the new one, and length of the dense window; left padding.
             self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
             self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
-        self.tokens_left = 0  # for which no buffer grows and no index is rebuilt
         self.padding: list[int] = []
         self.has_run = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.hidden: Tensor | None = None  # what the graph writes
-        self.buffers: list[Buffer] = []
         self._length, self._window = UNKNOWN, UNKNOWN  # as on the device
+        self.lasts(0, [])
+
+    def lasts(self, tokens: int, buffers: list[Buffer]) -> None:
+        """Notes that for so many tokens no buffer grows and no index is rebuilt, unless the cache gets other ``buffers``."""
+        self._tokens_left, self._buffers = tokens, buffers
 
     def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
         """Returns whether the next token follows the last one, so that nothing else has to be looked at."""
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
-        if not same or self.tokens_left < 1 or self._length != cache.get_seq_length():
+        if not same or self._tokens_left < 1 or self._length != cache.get_seq_length():
             return False
-        return all(map(is_, self.buffers, buffers_of(cache)))  # on the way to each token
+        return all(map(is_, self._buffers, buffers_of(cache)))  # on the way to each token
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
         """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
@@ -83,7 +86,7 @@ class Step:
             self.graph.replay()
             hidden = self.hidden
         assert hidden is not None
-        self._length, self.has_run = length + 1, True
+        self._length, self._tokens_left, self.has_run = length + 1, self._tokens_left - 1, True
         return hidden
 
     def capture(self, launch: Callable[[], Tensor]) -> None:

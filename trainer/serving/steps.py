@@ -119,7 +119,7 @@ class DecodingSteps(NotCopied):
         cache: Any = arguments.get("past_key_values")
         step = None if cache is None else self._steps.get(cache)
         if step is not None:
-            step.tokens_left = 0  # buffers and hooks are looked at again before the next step
+            step.lasts(0, [])  # buffers and hooks are looked at again before the next step
         return self.original(**arguments)
 
     def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
@@ -141,7 +141,6 @@ class DecodingSteps(NotCopied):
             hidden = self._run(step, cache, inputs, arguments, padding)
         for layer in cache.layers:
             layer.add_tokens()
-        step.tokens_left -= 1
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
         if not step.routed:
             self.sparse.statistics.count("dense_by_choice", len(self.sparse.routed_layers))
@@ -181,7 +180,7 @@ class DecodingSteps(NotCopied):
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_routed = room if routed else routed_from - 1 - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
-        step.tokens_left, step.buffers = min(room, until_routed, *until_rebuild), buffers_of(cache)
+        step.lasts(min(room, until_routed, *until_rebuild), buffers_of(cache))
         return step
 
     def _model_state(self) -> tuple:
