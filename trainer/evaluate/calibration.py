@@ -20,7 +20,7 @@ from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.compared import PREDICTING, Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, sparsity_in_reach
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import BlockRouter, num_far
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.methods.selection import Selection, always_read
@@ -168,7 +168,9 @@ class _Kept:
         )
         return AShape(size, torch.from_numpy(profile).to(self.model.device))
 
-    def tables(self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: Any) -> dict[str, BlockThresholds]:
+    def tables(
+        self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: AlwaysRead
+    ) -> dict[str, BlockThresholds]:
         """Returns the results of ``calibrate_blocks`` by name, of one pass for all if those of one of them are not kept."""
 
         @cache

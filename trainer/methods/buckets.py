@@ -14,6 +14,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.budgets import Budget, Probability, Probes
 
 if TYPE_CHECKING:
+    from msattn.trainer.artifacts import Artifact
     from msattn.trainer.config.model import ModelPresets
     from msattn.trainer.models.parallel import HeadShard
     from msattn.trainer.models.tap import LayerInputs
@@ -34,7 +35,7 @@ class Router(nn.Module, ABC):
     num_buckets: int  # of each key/value head
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # of the model
-    artifact: Any = None  # that was loaded; None for a router that was created
+    artifact: "Artifact | None" = None  # that was loaded; None for a router that was created
 
     def shard(self, part: "HeadShard") -> "Router":
         """Returns the router of a part of the heads, for tensor parallelism; only a router that is served so needs it."""

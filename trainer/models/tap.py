@@ -24,7 +24,7 @@ from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
 from msattn.trainer.models.stand_ins import NotCopied
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
 # The same, from the first manager of continuous batching on: transformers accepts only names that contain "flash" for it, with
@@ -142,7 +142,7 @@ class _LayerTap(NotCopied):
             handle.remove()
 
 
-def is_tapped(config: Any) -> bool:
+def is_tapped(config: "PreTrainedConfig") -> bool:
     """Returns whether the decoder with this configuration is tapped."""
     return config._attn_implementation in (IMPLEMENTATION, BATCHED_IMPLEMENTATION)
 
@@ -183,7 +183,7 @@ def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 def _mask_of_layers(
     *,
-    config: Any,
+    config: "PreTrainedConfig",
     mask_function: Callable,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class ModelInfo(NamedTuple):
     """The model that sparse attention is built for, in whatever engine it runs."""
 
-    config: Any
+    config: "PreTrainedConfig"
     dtype: torch.dtype
     fingerprint: Callable[[], dict[str, Any]]
     shard: Callable[[], HeadShard]  # returns the heads that this rank computes
