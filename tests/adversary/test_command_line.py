@@ -22,6 +22,7 @@ from msattn.trainer.commands.compose import compose, compose_raw, initialized_hy
 from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.config import POLICIES, typed
 from msattn.trainer.config.schema import choices_of
+from msattn.trainer.config.select import OWN_KEYS
 from tests.adversary.tries import Tries, spread
 
 HUGE = int("9" * 30)
@@ -117,6 +118,8 @@ def compose_value(command: str, key: str, text: str) -> Any:
 def holds(config: Any, key: str, value: Any, kind: Any, choices: tuple[str, ...]) -> bool:
     """Returns True if ``key`` of ``config`` is ``value``, and this has the annotated type and is sane."""
     found = value_of(config, key)
+    if value is None and key.removeprefix("select.") in OWN_KEYS:
+        return found == POLICIES[config.select.policy][key.removeprefix("select.")]
     if choices and found is not None and not set(found if isinstance(found, list) else [found]) <= set(choices):
         return False
     if key in ("name", "model.name") and "/" in str(found):

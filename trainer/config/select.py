@@ -55,10 +55,10 @@ Shares = Annotated[list[Share], AfterValidator(_four_shares)]
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
-    A policy has one of the last keys; the others are None and are refused. Sink blocks, local blocks and the query's own count
-    towards the share of a policy; imported gates record 0 sink and local blocks, as in their paper. ``dense_queries`` are for
-    a question at the end of a prompt. Passes of no more tokens are dense and counted in ``stats()["dense_by_choice"]``. A value
-    out of range, or a key that the policy does not have, raises UserError.
+    A policy has one of the last keys, null stands for its default; the others are refused. Sink blocks, local blocks and the
+    query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their paper.
+    ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense and counted in
+    ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy does not have, raises UserError.
     """
 
     policy: Annotated[Text, OneOf(POLICIES)] = key("how block scores become blocks", default="topk")
