@@ -6,7 +6,6 @@ block at zoom z is read at 1 / z of its tokens, at 0 not at all). It contains ``
 of ``candidates.visible``. Nothing here imports torch before it runs: ``--help`` shows the first lines of the classes.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from msattn.trainer.methods.blocks import Candidates
-
-    Policy = Callable[[Tensor, Candidates], Tensor]
 
 ZOOMS = (1, 2, 4, 8)
 
