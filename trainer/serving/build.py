@@ -74,16 +74,17 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
-    routed = None
+    routed, below = None, options.dense_below
     if router is not None and reads is not None:
         if reads.budget == Probes(router.num_buckets) and options.probes is options.keys is None:
             _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
         routed = RoutedDecoding(
-            router=router, **reads._asdict(), independent=options.independent, dense_below=options.dense_below,
-            break_even=_break_even(model, router, reads, device), measure_recall=options.measure_recall, statistics=statistics,
+            router=router, **reads._asdict(), independent=options.independent, measure_recall=options.measure_recall,
+            routed_from=_break_even(model, router, reads, device) if below is None else lambda batch: below,
+            statistics=statistics,
         )  # fmt: skip
     return Sparse(
-        Dispatch(selection, routed, _prompt_break_even(chosen, device) if options.dense_below is None else options.dense_below),
+        Dispatch(selection, routed, _prompt_break_even(chosen, device) if below is None else below),
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,

@@ -39,18 +39,13 @@ class RoutedDecoding:
     sink: int
     dense_layers: InitVar[tuple[int, ...]]
     independent: bool = False  # each query head visits buckets of its own; otherwise a query group shares them
-    dense_below: int | None = None  # number of keys below which decoding is dense; None: the break-even length
-    break_even: Callable[[int], int]  # from a batch size to the number of keys below which dense attention is faster
+    routed_from: Callable[[int], int]  # number of keys from which the new tokens of so many sequences read buckets
     measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
     statistics: Statistics
 
     def __post_init__(self, dense_layers: tuple[int, ...]) -> None:
         self.layers = frozenset(self.router.layers) - frozenset(dense_layers)
         self.rebuild_every = max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))  # the dense window holds the keys until then
-
-    def routed_from(self, batch: int) -> int:
-        """Returns the number of keys from which the new tokens of ``batch`` sequences read buckets."""
-        return self.break_even(batch) if self.dense_below is None else self.dense_below
 
     def attend(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
         """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
