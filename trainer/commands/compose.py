@@ -13,7 +13,7 @@ from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
-from msattn.trainer.config.select import OWN_KEYS, foreign_key, policy_defaults
+from msattn.trainer.config.select import OWN_KEYS, SelectConfig, foreign_key
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
@@ -124,9 +124,9 @@ def _store_schemas(command: str) -> None:
     store = functools.partial(ConfigStore.instance().store, provider="msattn")
     store(name=f"{COMMANDS[command].config}_schema", node=defaults(COMMANDS[command].schema))
     for policy in POLICIES:
-        store(group="select", name=policy, node=policy_defaults(policy))
+        store(group="select", name=policy, node=SelectConfig(policy).as_dict())
     for scores in BASELINES:
-        store(group="select", name=scores, node=policy_defaults("topk") | {"scores": scores})
+        store(group="select", name=scores, node=SelectConfig(scores=scores).as_dict())
 
 
 def _accepted(hydra: Any, command: str) -> list[str]:

@@ -12,7 +12,7 @@ from msattn.trainer.commands.compose import compose_raw, initialized_hydra, with
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, SelectConfig, leaves
 from msattn.trainer.config.schema import choices_of
-from msattn.trainer.config.select import UNTRAINED, policy_defaults
+from msattn.trainer.config.select import UNTRAINED
 from msattn.trainer.methods import policies
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -67,7 +67,7 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, every_policy: bool =
     keys = _keys(schema, values)
     if every_policy and "select" in values:
         for policy in POLICIES:
-            keys = _keys(SelectConfig, policy_defaults(policy), "select.", only=f"select={policy}") | keys
+            keys = _keys(SelectConfig, SelectConfig(policy).as_dict(), "select.", only=f"select={policy}") | keys
     groups = {
         name: Group(name, {option: first_sentence(name, option) for option in found}, chosen[name])
         for name, found in options.items()

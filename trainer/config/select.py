@@ -102,6 +102,11 @@ class SelectConfig:
         """True if the scores need a gate."""
         return self.scores in GATE_SCORES
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the keys of the policy, and those that all policies share, with their values."""
+        foreign = OWN_KEYS - POLICIES[self.policy].keys()
+        return {name: value for name, value in asdict(self).items() if name not in foreign}
+
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
         """Returns a selection by another policy; the keys that both policies have keep their values."""
         one_of("select.policy", policy, POLICIES)
@@ -111,12 +116,6 @@ class SelectConfig:
 
 OWN_KEYS = {name for keys in POLICIES.values() for name in keys}
 SHARED_KEYS = [item.name for item in fields(SelectConfig) if item.name not in OWN_KEYS and item.name != "policy"]
-
-
-def policy_defaults(policy: str) -> dict[str, Any]:
-    """Returns the keys of a policy with their defaults."""
-    foreign = OWN_KEYS - POLICIES[policy].keys()
-    return {name: value for name, value in asdict(SelectConfig(policy)).items() if name not in foreign}
 
 
 def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:

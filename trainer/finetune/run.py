@@ -110,7 +110,7 @@ def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, g
     """Returns the settings, besides ``train``, that must be the same when training resumes."""
     gate_hash = gate.artifact.manifest["content_hash"] if gate is not None and gate.artifact else None
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
-    own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype, "select": asdict(cfg.select)}
+    own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype, "select": cfg.select.as_dict()}
     return own | {"artifacts": {"gate": gate_hash}, "model": identity, "data": chunks.fingerprint}
 
 

@@ -84,7 +84,7 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
     scores = {_key(row): row.score for row in _rows(other)}
     both = [ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None]
     here, there = dict(_settings(about)), dict(_settings(other))
-    names = [name for name in here | there if name not in OWN_KEYS and here.get(name) != there.get(name)]
+    names = [name for name in here | there if name not in OWN_KEYS and here.get(name, "null") != there.get(name, "null")]
     settings = {name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names}
     return Comparison(
         f"{path} of {other.get('created', 'unknown time')}", both, len(rows) + len(scores) - 2 * len(both), settings
