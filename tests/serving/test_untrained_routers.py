@@ -45,8 +45,21 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
+    """Returns the scores of queries ``[n, D]`` and keys ``[M, D]``, capped as those of Gemma 2."""
+    scores = q @ k.mT * 0.25
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
 def decode(
-    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, probes: int, budget: Any = None, **options: Any
+    router: Any,
+    k: Tensor,
+    q: Tensor,
+    padding: Tensor | None,
+    probes: int,
+    budget: Any = None,
+    softcap: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, int]:
     """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
     cache, statistics = DynamicCache(), Statistics()
@@ -59,14 +72,14 @@ def decode(
     out = q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
         keys, values = layer.update(new, new.flip(-1))
-        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer)
+        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer, softcap=softcap)
         layer.assign(x)
         if new.shape[2] == 1:
             out = routed.attend(x, layer)
     return out, statistics.key_counts(layer.keys), layer.window(RECENT)
 
 
-def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int) -> list[Tensor]:
+def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int, softcap: float | None) -> list[Tensor]:
     """Returns bool ``[M]`` for each key/value head of one sequence: ``k [1, Hkv, M, D]``, ``q [1, Hq, 1, D]``."""
     num_keys, read = k.shape[2], []
     position = torch.arange(num_keys)
@@ -94,7 +107,7 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
                 members = [prompt[nearest == number] for number in range(len(means))]
                 means = torch.stack([part.mean(0) if len(part) else old for part, old in zip(members, means, strict=True)])
             sizes = nearest.bincount(minlength=len(means))
-            weights = (queries @ means.mT * 0.25).exp()
+            weights = products(queries, means, softcap).exp()
             density = (weights / (weights * sizes).sum(-1, keepdim=True)).sum(0).masked_fill(sizes == 0, -1)
             filled = int((sizes > 0).sum())
             count = min(filled, max(min(probes, 1), int(probes * filled / BUCKETS + 0.5)))
@@ -104,7 +117,7 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             far = max(0, num_keys - window)
             low, high = own[:far].amin(1, keepdim=True), own[:far].amax(1, keepdim=True)
             rounded = ((own[:far] - low) / (high - low) * 15).round() / 15 * (high - low) + low
-            mass = (queries @ rounded.mT * 0.25).softmax(-1).mean(0)
+            mass = products(queries, rounded, softcap).softmax(-1).mean(0)
             count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
             best = mass.argsort(descending=True)[:count]
             chosen = torch.isin(position, best[mass[best].cumsum(0) - mass[best] < 0.95])
@@ -116,25 +129,26 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
     return read
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(("name", "softcap"), [*dict.fromkeys(ROUTERS).items(), ("clusters", 0.3), ("twilight", 0.3)])
 @pytest.mark.parametrize("lengths", [(1,), (65,), (63, 200), (180, 200)])
 @pytest.mark.parametrize("probes", [0, 3, BUCKETS])
-def test_the_keys_that_are_read(name: str, lengths: tuple[int, ...], probes: int) -> None:
+def test_the_keys_that_are_read(name: str, softcap: float | None, lengths: tuple[int, ...], probes: int) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     longest = max(lengths)
     k = torch.randn(len(lengths), KV_HEADS, longest, SIZE, generator=generator, dtype=torch.float64)
     q = torch.randn(len(lengths), HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
     padding = torch.tensor([longest - each for each in lengths], dtype=torch.int32)
     router = ROUTERS[name]([0])
-    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, probes)
+    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, probes, softcap=softcap)
     for row, length in enumerate(lengths):
         own = k[row : row + 1, :, longest - length :]
-        for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes)):
+        for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes, softcap)):
             assert counts[row, head] == read.sum()
             if probes == BUCKETS and name not in PARTIAL:
                 assert read.all()
             keys = own[0, head]
-            weights = (q[row, 2 * head : 2 * head + 2, 0] @ keys.mT * 0.25).masked_fill(~read, -torch.inf).softmax(-1)
+            scores = products(q[row, 2 * head : 2 * head + 2, 0], keys, softcap)
+            weights = scores.masked_fill(~read, -torch.inf).softmax(-1)
             torch.testing.assert_close(out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1))
 
 

@@ -57,7 +57,7 @@ class KeyClusters(UntrainedBlocks):
     ) -> Tensor:
         if x.cache.summaries is None:
             return super().visit(x, budget, sizes, by_head=by_head)
-        return self.choose(self._densities(x.q, x.cache.summaries, sizes(), x.scale, by_head), budget)
+        return self.choose(self._densities(x, x.q, x.cache.summaries, sizes(), by_head), budget)
 
     def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
         clusters, means = self.cluster(x.k)
@@ -67,15 +67,15 @@ class KeyClusters(UntrainedBlocks):
         """Returns the scores of queries of a whole text; the means of a query's last segment are those of later keys, too."""
         clusters, means = self.cluster(x.k)
         far = bucket_sizes(clusters[0], positions - recent, means.shape[2])
-        return self._densities(queries_at(x, positions)[1], means, far, x.scale, by_head)
+        return self._densities(x, queries_at(x, positions)[1], means, far, by_head)
 
-    def _densities(self, q: Tensor, means: Tensor, sizes: Tensor, scale: float, by_head: bool) -> Tensor:
+    def _densities(self, x: "LayerInputs", q: Tensor, means: Tensor, sizes: Tensor, by_head: bool) -> Tensor:
         """Returns the predicted attention to a key of each cluster, fp32 ``[B, Hkv, P]`` or ``[B, Hq, P]`` with ``by_head``.
 
         ``sizes [B, Hkv, P]`` are the numbers of keys in the clusters; empty ones are ``NOT_FAR``, whatever their ``means``.
         """
         queries = q[:, :, -1].unflatten(1, (self.kv_heads, -1)).to(means.dtype)  # [B, Hkv, group, D]
-        logits, empty = block_products(queries, means) * scale, (sizes == 0)[:, :, None]
+        logits, empty = x.capped(block_products(queries, means) * x.scale), (sizes == 0)[:, :, None]
         mass = (logits + sizes[:, :, None].log()).masked_fill(empty, NOT_FAR).softmax(-1)
         density = (mass / sizes[:, :, None]).masked_fill(empty, NOT_FAR)
         return density.flatten(1, 2) if by_head else density.sum(2)

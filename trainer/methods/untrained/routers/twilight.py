@@ -44,7 +44,8 @@ class TopPKeys(UntrainedBlocks):
     def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the estimated attention to the far keys, which sums to 1: ``[B, Hkv, M]``, see :class:`BlockRouter`."""
         logits = super().far_scores(x, summaries, window, by_head=True)
-        mass = super().probabilities(logits).masked_fill(logits == NOT_FAR, NOT_FAR)
+        capped = x.capped(logits).masked_fill(logits == NOT_FAR, NOT_FAR)
+        mass = super().probabilities(capped).masked_fill(logits == NOT_FAR, NOT_FAR)
         return mass if by_head else mass.unflatten(1, (self.kv_heads, -1)).mean(2)
 
     def probabilities(self, scores: Tensor) -> Tensor:
