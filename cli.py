@@ -39,7 +39,7 @@ class ConfiguredCommand(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The commands; the name of none is refused with the nearest one, as other names are."""
+    """The commands. An unknown name is refused, and the error names the nearest command."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         from msattn.trainer.config.values import nearest, shown

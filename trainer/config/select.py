@@ -55,8 +55,9 @@ Shares = Annotated[list[Share], AfterValidator(_four_shares)]
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
-    A policy has one of the last keys, null stands for its default; the others are refused. Sink blocks, local blocks and the
-    query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their paper.
+    Each of the last keys belongs to one policy: null stands for its default, and other policies refuse it. Sink blocks, local
+    blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their
+    paper.
     ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense and counted in
     ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy does not have, raises UserError.
     """

@@ -52,7 +52,7 @@ class Selection:
     Attributes
     ----------
     policy : one policy for all layers, or a sequence with one for each layer: block scores and candidates in, the blocks to
-        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. Of a :class:`SelectConfig` :meth:`from_config` makes it.
+        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. :meth:`from_config` makes it from a configuration.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
     """

@@ -47,9 +47,9 @@ class Dispatch:
         return Way.BLOCKS if known or self.selection.gate is None else Way.DENSE_FALLBACK
 
     def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Way:
-        """Returns the way of new tokens of a ``batch`` of sequences, the longest of which has so many ``keys``.
+        """Returns the way of new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
 
-        These are None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
+        It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
         if self.routed is None or layer not in self.routed.layers:
             return Way.DENSE

@@ -130,7 +130,7 @@ class PagedAttention:
         return current
 
     def release(self) -> None:
-        """Lets go of all caches."""
+        """Releases the state of all caches."""
         with self._lock:
             for state in self._states.values():
                 state.release()

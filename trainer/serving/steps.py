@@ -1,8 +1,8 @@
 """Decoding steps: passes over one new token of each sequence, in place of the decoder's ordinary ones.
 
 A step reads lengths from the device and writes the new keys at a position that the device holds. It waits for nothing, and its
-tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.graphs`). Buffers that grow, and the
-bucket index that is rebuilt now and then, are the business of ordinary passes between the steps.
+tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.graphs`). Ordinary passes between
+the steps enlarge buffers and rebuild the bucket index.
 """
 
 import logging
@@ -184,7 +184,7 @@ class DecodingSteps(NotCopied):
         return step
 
     def _model_state(self) -> tuple:
-        """Returns what a captured graph has fixed of the model: where its weights lie, its mode, adapters and hooks."""
+        """Returns the state of the model that a captured graph depends on: addresses of weights, mode, adapters and hooks."""
         router: Any = None if self.sparse.routed is None else self.sparse.routed.router
         modules: list[Any] = [self.decoder, *([router] if isinstance(router, nn.Module) else [])]
         addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
