@@ -129,10 +129,10 @@ class GateConfig:
         "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability",
         default="mass",
     )
-    mean_weight: Annotated[Number, Interval(ge=0, le=100)] = key(
+    mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(
         "prefill: weight of the scores of mean-pooled queries and keys after RoPE, which a trained gate adds to its own before "
-        "the softmax; 0: none, as in the paper",
-        default=0.5,
+        "the softmax; 0: none, as in the paper; null: the one of 0, 0.2, 0.5 and 1 that changes predictions least",
+        default=None,
     )
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
     skip_rows: TokensOrZero = key("first row blocks that the loss leaves out", default=0)
@@ -146,7 +146,7 @@ class GateConfig:
     @property
     def cached_pools(self) -> tuple[str, ...]:
         """The poolings of keys that a cache keeps; ``rope`` is the mean after RoPE."""
-        return (*self.k_pool, *["rope"] * (self.phase == "prefill" and self.mean_weight > 0))
+        return (*self.k_pool, *["rope"] * (self.phase == "prefill" and self.mean_weight != 0))
 
     @property
     def kind(self) -> str:

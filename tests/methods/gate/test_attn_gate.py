@@ -70,7 +70,7 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
             mean_q = x.q[0, h * per_gate : (h + 1) * per_gate, r * BLOCK : (r + 1) * BLOCK].mean((0, 1))
             key_head = h // group if per_gate == 1 else h
             mean_k = torch.stack([x.k[0, key_head, c * BLOCK : (c + 1) * BLOCK].mean(0) for c in range(r + 1)])
-            means = cfg.mean_weight * x.scale * (mean_k @ mean_q)
+            means = cast(float, gate.cfg.mean_weight) * x.scale * (mean_k @ mean_q)
             scores[h, r, : r + 1] = (logits / layer.hidden**0.5 + means).softmax(0)
     return scores[None]
 

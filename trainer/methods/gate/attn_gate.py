@@ -8,7 +8,7 @@ inputs selected worse blocks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6
 BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # of gates whose artifacts do not record them
+MEAN_WEIGHT = 0.5  # of untrained gates
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
@@ -197,6 +198,8 @@ class Gate(GateArtifact[BlockThresholds]):
         layers: list[int] | None = None,
         channels: Tensor | None = None,
     ) -> None:
+        if cfg.mean_weight is None:  # until it is chosen
+            cfg = replace(cfg, mean_weight=MEAN_WEIGHT)
         super().__init__(shape, cfg, inv_freq)
         self.always = SINK_AND_LOCAL
         self.layer_numbers = list(range(shape.num_layers)) if layers is None else list(layers)
@@ -272,6 +275,7 @@ class Gate(GateArtifact[BlockThresholds]):
         ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
+        weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
         if pooled is None:
             check_keys(x)
@@ -286,8 +290,8 @@ class Gate(GateArtifact[BlockThresholds]):
             num_keys=x.num_keys,
             block_size=cfg.block_size,
             kv_start=x.kv_start,
-            q_rope=x.q if cfg.mean_weight else None,
-            mean_weight=cfg.mean_weight * x.scale,
+            q_rope=x.q if weight else None,
+            mean_weight=weight * x.scale,
             last_queries=last_queries,
         )
 

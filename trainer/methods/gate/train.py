@@ -17,6 +17,7 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.gate.mean_weight import choose_mean_weight
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
 from msattn.trainer.training.distributed import rank_shard
@@ -64,7 +65,9 @@ def train_gate(cfg: TrainGateConfig) -> Path:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         tracker.summary(metrics)
         items = rank_shard(chunks, CALIBRATION_CHUNKS)
-        if isinstance(gate, Gate):
+        if isinstance(gate, Gate) and cfg.gate.mean_weight is None:
+            choose_mean_weight(gate, loaded.model, items)
+        elif isinstance(gate, Gate):
             gate.thresholds = gate_thresholds(gate, loaded.model, items)
         else:
             gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
