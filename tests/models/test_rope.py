@@ -31,6 +31,13 @@ def test_frequencies_equal_the_models(kind: str) -> None:
     assert scaling == pytest.approx(model.base_model.rotary_emb.attention_scaling)
 
 
+@pytest.mark.parametrize(("family", "kind"), [("llama", "dynamic"), ("hunyuan_v1_dense", "linear")])
+def test_alpha_without_a_meaning_is_ignored(family: str, kind: str) -> None:
+    """It replaces the base of Hunyuan's dynamic RoPE alone."""
+    model = tiny_model(family, rope_parameters={"rope_type": kind, "rope_theta": 100.0, "factor": 2.0, "alpha": 8.0})
+    torch.testing.assert_close(inverse_frequencies(model.config)[0], model.base_model.rotary_emb.inv_freq)
+
+
 def test_yarn_scales_cos_and_sin() -> None:
     inv_freq, scaling = inverse_frequencies(tiny_config("llama", "yarn"))
     assert scaling == pytest.approx(1.1386, abs=1e-4)

@@ -33,6 +33,7 @@ class Family:
     plain_scores: bool = True  # softmax of scaled products and nothing else, so that SDPA computes it
     complex_rope: bool = False  # RoPE is not given as cos and sin, so that only layers without RoPE are served
     changed_after_rope: bool = False  # by norms or scales; those "before RoPE" are then the final ones, rotated back
+    fixed_alpha: bool = False  # "dynamic" RoPE with an alpha is ordinary RoPE with another base; other families ignore alpha
     experts: bool = False  # MLPs are mixtures of experts, whose size is another number than intermediate_size
     hashed: tuple[str, ...] = ()  # keys of the configuration that attention depends on besides those of all families
 
@@ -99,8 +100,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4_text": Family(hashed=GEMMA4),
     "glm4_moe": Family(experts=True, hashed=("use_qk_norm",)),
     "ministral3": Family(one_window=True, changed_after_rope=True, hashed=("sliding_window",)),
-    "hunyuan_v1_dense": Family(changed_after_rope=True),
-    "hunyuan_v1_moe": Family(changed_after_rope=True, experts=True),
+    "hunyuan_v1_dense": Family(changed_after_rope=True, fixed_alpha=True),
+    "hunyuan_v1_moe": Family(changed_after_rope=True, fixed_alpha=True, experts=True),
     "hy_v3": Family(heads_first=True, experts=True),
     "qwen3_next": Family(experts=True, hashed=BETWEEN_LINEAR),
     "qwen3_5_text": Family(hashed=BETWEEN_LINEAR),
@@ -212,7 +213,7 @@ def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the parameters of RoPE, of full-attention layers where each type of layer has its own."""
     rope = text_config(config).rope_parameters
     rope = rope.get("full_attention", rope)
-    if alpha := rope.get("alpha"):  # of Hunyuan, whose "dynamic" RoPE is ordinary RoPE with this base
+    if rope["rope_type"] == "dynamic" and family_of(config).fixed_alpha and (alpha := rope.get("alpha")):
         size = head_dim(config)
         return {"rope_type": "default", "rope_theta": rope["rope_theta"] * alpha ** (size / (size - 2))}
     return rope
