@@ -91,6 +91,17 @@ def test_reading_every_key_gives_dense_attention(family: str) -> None:
 
 
 @torch.no_grad()
+def test_norms_of_queries_and_keys_under_autocast() -> None:
+    """They return fp32, as RoPE does, and values are bfloat16."""
+    model, ids = tiny_model("qwen3"), random_tokens(1, 70)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        with attach_reading_all(model) as sparse:
+            torch.testing.assert_close(model(ids).logits, expected, rtol=0.05, atol=0.2)
+            assert sparse.stats()["dense_fallbacks"] == 0
+
+
+@torch.no_grad()
 def test_leaving_the_context_restores_the_model(model: Any) -> None:
     ids = random_tokens(1, 50)
     before, config, attributes = model(ids).logits, model.config.to_dict(), sorted(vars(model.config))

@@ -95,7 +95,8 @@ class Sparse(NotCopied):
     def attend(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""
         if torch.is_autocast_enabled(x.q.device.type):
-            x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # RoPE returns fp32 under autocast
+            names = "q", "k", "q_nope", "k_nope"  # RoPE and norms return fp32 under autocast
+            x = replace(x, **{name: getattr(x, name).to(x.v.dtype) for name in names})
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.attend(x)
         if isinstance(x.cache, PagedPass):
