@@ -59,7 +59,7 @@ def test_rulers_scores_in_the_layout_of_a_leaderboard() -> None:
         EvalRow("ruler", named(method), setting, score, "average", selectivity=read, samples=40, extra={"length": length})
         for method, setting, score, read, length in (
             ("dense", "", 0.35, 1.0, 4096),
-            ("classifier", "2 probes", 0.1, 0.04, 4096),
+            *(("classifier", f"{probes} probes", 0.1, 0.04, 4096) for probes in (2, 4, 8, 16)),
             ("Quest pages", "about 12.5 % of keys", 0.2, 0.13, 4096),
             ("gate", "sparsity 0.875", 0.3, 0.21, 4096),
             ("gate", "sparsity 0.5", 0.345, 0.52, 4096),
@@ -71,12 +71,12 @@ def test_rulers_scores_in_the_layout_of_a_leaderboard() -> None:
     assert first.splitlines() == [
         "40 prompts of 4,096 tokens: score (keys read), both in %, by the share left out",
         "",
-        "| method | 0 % | 50 % | 87.5 % | 2 probes |",
-        "| --- | --- | --- | --- | --- |",
-        f"| {named('dense').label} | 35.0 (100.0) |  |  |  |",
-        f"| {named('gate').label} |  | 34.5 (52.0) | 30.0 (21.0) |  |",
-        f"| {named('classifier').label} |  | 32.0 (51.0) |  | 10.0 (4.0) |",
-        f"| {named('Quest pages').label} |  |  | 20.0 (13.0) |  |",
+        "| method | 0 % | 50 % | 87.5 % | 2 probes | 4 probes | 8 probes | 16 probes |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| {named('dense').label} | 35.0 (100.0) |  |  |  |  |  |  |",
+        f"| {named('gate').label} |  | 34.5 (52.0) | 30.0 (21.0) |  |  |  |  |",
+        f"| {named('Quest pages').label} |  |  | 20.0 (13.0) |  |  |  |  |",
+        f"| {named('classifier').label} |  | 32.0 (51.0) |  | 10.0 (4.0) | 10.0 (4.0) | 10.0 (4.0) | 10.0 (4.0) |",
         "",
     ]
     assert second.startswith("40 prompts of 8,192 tokens")

@@ -16,7 +16,8 @@ def leaderboard(rows: Sequence[EvalRow]) -> str:
 
 
 def _table(rows: list[EvalRow], length: int) -> str:
-    columns = sorted({_column(row) for row in rows}, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0))
+    found = dict.fromkeys(map(_column, rows))
+    columns = sorted(found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0))
     methods = {row.method: {_column(own): own for own in rows if own.method == row.method} for row in rows}
     best_first = sorted(methods, key=lambda method: fmean(row.score for row in methods[method].values()), reverse=True)
     lines = [
