@@ -194,11 +194,13 @@ def test_new_keys_reach_transformers(tmp_path: Path) -> None:
         ("pretraining_tp", "hostile", "pretraining_tp"),
         ("num_hidden_layers", 10**6, r"num_hidden_layers=1000000: Input should be less than or equal to 1024"),
         ("compression_config", {"bits": 4}, "compression_config"),
+        ("num_experts_per_tok", 9, "num_experts_per_tok=9: there are 8 experts"),
+        ("moe_topk", [2, 9], r"moe_topk=\[2, 9\]: there are 8 experts"),
         ("is_causal", False, "is_causal=False: accepted is causal attention"),
         ("is_causal", 1, "is_causal=1: Input should be a valid boolean"),  # PyTorch's SDPA raises a TypeError
     ],
 )
 def test_bad_values_are_refused(tmp_path: Path, key: str, value: Any, message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-2-7b"][0] | {key: value}))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Llama-2-7b"][0] | {"num_experts": 8, key: value}))
     with pytest.raises(UserError, match=message):
         check_supported(pretrained_config(ModelFiles("model", tmp_path)))

@@ -92,7 +92,9 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ("deepseek_v3", {}, "multi-head latent attention"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: accepted are multiples of num_key_value_heads=3"),
+        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_num_key_heads=None: layers of type linear"),
         ("llama", {"head_dim": 12}, "head_dim=12: accepted are multiples of 8"),
+        ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: accepted are multiples of 8"),
     ],
 )
 def test_unsupported_architectures_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:

@@ -155,5 +155,7 @@ class Architecture:
         if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
             raise ValueError(f"no_rope_layers has {len(self.no_rope_layers)} numbers for {self.num_hidden_layers} layers")
         experts = self.num_local_experts or self.num_experts or self.n_routed_experts
-        if experts is not None and self.num_experts_per_tok is not None and self.num_experts_per_tok > experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok}: there are {experts} experts")
+        for key in ("num_experts_per_tok", "moe_topk"):
+            used = getattr(self, key)
+            if experts is not None and any(each > experts for each in (used if isinstance(used, list) else [used or 0])):
+                raise ValueError(f"{key}={used}: there are {experts} experts")

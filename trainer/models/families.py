@@ -268,15 +268,15 @@ def check_supported(config: "PreTrainedConfig") -> None:
         raise UserError(f"model: {reason}")
     if config.model_type not in FAMILIES:
         raise UserError(f"model_type={config.model_type}: accepted are the decoders {', '.join(FAMILIES)}")
-    _check_rope(config)
     heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
     if heads % kv_heads:
         raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
     if size % 8 or not 8 <= size <= 512:
         raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 512")
-    for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size")):
+    _check_rope(config)
+    for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size"), (LINEAR, "linear_num_key_heads")):
         if kind in layer_kinds(config) and not getattr(config, key, None):
-            raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number of tokens")
+            raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number")
     layers = attention_layers(config)
     if all(layer.kept for layer in layers):
         raise UserError(f"model: no layer can be sparse; of layer 0: {layers[0].kept}; accepted are full-attention layers")
