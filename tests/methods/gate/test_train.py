@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import msattn
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.train import train_gate
+from msattn.trainer.methods.gate.distillation import gate_recall
+from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, gate_thresholds, train_gate
+from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import TrainingDiverged, newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import Job
@@ -87,6 +90,27 @@ def work_folder(cfg: TrainGateConfig) -> Path:
 
 def logged(cfg: TrainGateConfig) -> list[dict]:
     return [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
+        gate.cfg = replace(gate.cfg, mean_weight=50.0)
+        gate.thresholds = gate_thresholds(gate, teacher, chunks)
+
+    monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_mean_weight", choose)
+    cfg = run_config(root, "chosen")
+    cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
+    folder = train_gate(cfg)
+    loaded, gate = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed), Gate.load(folder)
+    _, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    found, metrics = (
+        gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)]),
+        artifacts.read(folder, "gate").manifest["metrics"],
+    )
+    assert metrics["recall/gate@0.5"] == pytest.approx(found["recall/gate@0.5"], rel=1e-6)
+    gate.cfg = replace(gate.cfg, mean_weight=MEAN_WEIGHT)
+    found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])
+    assert metrics["recall/gate@0.5"] != pytest.approx(found["recall/gate@0.5"], rel=1e-4)
 
 
 def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,16 +42,17 @@ def choose_mean_weight(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[
     """
     chunks = list(chunks)
     gates = [_with_weight(gate, weight) for weight in WEIGHTS]
-    tables = calibrate_blocks({str(n): GateScores(each) for n, each in enumerate(gates)}, teacher, chunks, always=gate.always)
-    for number, each in enumerate(gates):
-        each.thresholds = tables[str(number)]
+    scorers = {f"gate.mean_weight={weight:g}": GateScores(each) for weight, each in zip(WEIGHTS, gates, strict=True)}
+    tables = calibrate_blocks(scorers, teacher, chunks, always=gate.always)
+    for each, table in zip(gates, tables.values(), strict=True):
+        each.thresholds = table
     with activity("choosing gate.mean_weight"):
-        changes = sum(_changes(gates, teacher, chunk["input_ids"]) for chunk in islice(chunks, CHUNKS))
-    changes = (reduce_over_ranks(changes, "mean") / min(CHUNKS, len(chunks))).tolist()
+        found = torch.stack([_changes(gates, teacher, chunk["input_ids"]) for chunk in chunks[:CHUNKS]]).mean(0)
+    changes = reduce_over_ranks(found, "mean").tolist()
     best = min(range(len(gates)), key=changes.__getitem__)
     gate.cfg, gate.thresholds = gates[best].cfg, gates[best].thresholds
-    found = ", ".join(f"{weight:g}: {change:.4f}" for weight, change in zip(WEIGHTS, changes, strict=True))
-    print_once(f"gate.mean_weight={WEIGHTS[best]:g}, with which predictions change least (KL in nats by weight, {found})")
+    tried = ", ".join(f"{weight:g}: {change:.4f}" for weight, change in zip(WEIGHTS, changes, strict=True))
+    print_once(f"gate.mean_weight={WEIGHTS[best]:g}, with which predictions change least (KL in nats by weight, {tried})")
 
 
 def _with_weight(gate: Gate, weight: float) -> Gate:

@@ -63,14 +63,17 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
-        tracker.summary(metrics)
         items = rank_shard(chunks, CALIBRATION_CHUNKS)
         if isinstance(gate, Gate) and cfg.gate.mean_weight is None:
+            before = gate.cfg
             choose_mean_weight(gate, loaded.model, items)
+            if gate.cfg != before:  # the recalls in training were those of the weight before
+                metrics |= without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
         elif isinstance(gate, Gate):
             gate.thresholds = gate_thresholds(gate, loaded.model, items)
         else:
             gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
+        tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
             tracker.log_artifact(folder)
