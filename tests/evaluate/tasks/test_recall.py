@@ -14,18 +14,20 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import needle, perplexity, recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.models import predictions
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import BUCKETS, config, measured_on_a_chunk, rows_of, write_artifact
 
 
 def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perplexity, "LOGIT_ROWS", 7)
+    monkeypatch.setattr(predictions, "LOGIT_ROWS", 7)
     ids = torch.randint(1, 4096, (60,), generator=torch.Generator().manual_seed(0))
     dense = perplexity.prefill(loaded, ids)
     other = dense + torch.randn(dense.shape, generator=torch.Generator().manual_seed(1))
     logits, changed = loaded.model(ids[None]).logits[0, :-1], loaded.model.lm_head(other)[0, :-1]
-    own, sparse = perplexity.token_scores(loaded, dense, ids), perplexity.token_scores(loaded, other, ids, dense)
+    own, sparse = token_scores(loaded.model, dense, ids), token_scores(loaded.model, other, ids, dense)
     torch.testing.assert_close(own.losses, F.cross_entropy(logits, ids[1:], reduction="none"))
     torch.testing.assert_close(sparse.losses, F.cross_entropy(changed, ids[1:], reduction="none"))
     divergences = torch.distributions.kl_divergence(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
-from msattn.trainer.models import output_logits, tap
+from msattn.trainer.models import tap
 from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.serving.attach import Sparse
-
-LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
 
 
 @dataclass(frozen=True)
@@ -106,37 +104,6 @@ def prefill(loaded: Loaded, input_ids: Tensor) -> Tensor:
     return tap.run_backbone(loaded.model, ids)
 
 
-class TokenScores(NamedTuple):
-    """Loss, KL divergence from dense attention (both in nats) and equality of the most likely token, fp32 ``[tokens]`` each."""
-
-    losses: Tensor
-    divergences: Tensor
-    agreements: Tensor
-
-
-@torch.inference_mode()
-def token_scores(loaded: Loaded, hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
-    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden states ``[1, N, hidden]``.
-
-    ``dense`` are the states of dense attention, on any device; None: ``hidden`` are. ``LOGIT_ROWS`` tokens at a time have
-    logits, so that those of a whole text need no memory.
-    """
-    pieces = []
-    for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):
-        rows = slice(begin, min(begin + LOGIT_ROWS, len(input_ids) - 1))
-        targets = input_ids[1:][rows].to(hidden.device)
-        own = output_logits(loaded.model, hidden[0, rows]).float().log_softmax(-1)
-        losses = -own.gather(-1, targets[:, None])[:, 0]
-        if dense is None:
-            pieces.append(TokenScores(losses, torch.zeros_like(losses), torch.ones_like(losses)))
-            continue
-        expected = output_logits(loaded.model, dense[0, rows].to(hidden.device)).float().log_softmax(-1)
-        agreements = (own.argmax(-1) == expected.argmax(-1)).float()
-        divergences = own.sub_(expected).mul_(expected.exp_()).sum(-1).neg_()
-        pieces.append(TokenScores(losses, divergences, agreements))
-    return TokenScores(*map(torch.cat, zip(*pieces, strict=True)))
-
-
 def measure(
     loaded: Loaded,
     texts: Sequence[Tensor],
@@ -153,7 +120,7 @@ def measure(
                 hidden = prefill(loaded, ids)
             seconds.append(spent.seconds)
             peaks.append(spent.peak_mb)
-            found = token_scores(loaded, hidden, ids, None if dense is None else dense[number])
+            found = token_scores(loaded.model, hidden, ids, None if dense is None else dense[number])
             scores.append(tuple(each.double().mean().item() for each in found))
             if dense is None:
                 hidden_states.append(hidden.cpu())

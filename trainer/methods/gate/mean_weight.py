@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import reduce as reduce_over_ranks
 from torch import Tensor
-from torch.nn import functional as F
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate, GateScores
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.thresholds import calibrate_blocks
-from msattn.trainer.models.families import output_logits
+from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import activity
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 WEIGHTS = (MEAN_WEIGHT, 0.0, 0.2, 1.0)  # the first of equal ones is chosen, as in chunks too short to leave out blocks
 SPARSITIES = (0.5, 0.8)
 CHUNKS = 2  # of each rank
-LOGIT_ROWS = 512
 
 
 @torch.no_grad()
@@ -71,19 +69,10 @@ def _changes(gates: Sequence[Gate], teacher: "PreTrainedModel", ids: Tensor) -> 
         for sparsity in SPARSITIES:
             selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
             with tap(teacher, partial(_attend, selection)):
-                found += _divergence(teacher, dense, run_backbone(teacher, ids))
+                found += token_scores(teacher, run_backbone(teacher, ids), ids[0], dense).divergences.double().mean()
         changes.append(found / len(SPARSITIES))
     return torch.stack(changes)
 
 
 def _attend(selection: Selection, x: LayerInputs) -> Tensor:
     return selected_attention(x, selection.blocks(x), selection.block_size).out
-
-
-def _divergence(teacher: "PreTrainedModel", dense: Tensor, sparse: Tensor) -> Tensor:
-    """Returns the mean KL(dense || sparse) of the predictions from hidden states ``[1, N, hidden]``."""
-    total = torch.zeros((), dtype=torch.float64, device=dense.device)
-    for rows in zip(dense[0].split(LOGIT_ROWS), sparse[0].split(LOGIT_ROWS), strict=True):
-        wanted, got = (output_logits(teacher, hidden).float().log_softmax(-1) for hidden in rows)
-        total += F.kl_div(got, wanted, reduction="sum", log_target=True)
-    return total / dense.shape[1]
