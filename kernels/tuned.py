@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 2  # of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
+FORMAT = 3  # of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
 
 
 class Tile(NamedTuple):
@@ -33,7 +33,7 @@ _SHIPPED = {
     ("maxpool_attention", 80): [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 1)],
     ("block_sparse_attention", 90): [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
-    ("paged_block_sparse_attention", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)],
+    ("paged_block_sparse_attention", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("paged_block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)],
     ("block_sparse_attention_dq", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)],
     ("block_sparse_attention_dq", 80): [Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],

@@ -4,8 +4,9 @@ As in :mod:`msattn.kernels.block_sparse_attention`, the mask is compacted into l
 block of a head and iterates over its list; without a mask it iterates over all blocks that it sees. Sequences of a batch differ
 in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
 
-A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page; otherwise each key's
-page is looked up (:mod:`msattn.kernels.common.paged_tiles`).
+A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page, and descriptors load
+the tiles of full blocks, as of contiguous keys. Other tiles are loaded by the addresses of their keys: slots of the last page
+may not be filled, and smaller pages are looked up for each key (:mod:`msattn.kernels.common.paged_tiles`).
 """
 
 import torch
@@ -13,17 +14,19 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
+from msattn.kernels.common.checks import has_aligned_rows, resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.paged_checks import check_paged_block_sparse_attention
 from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
+    load_tile,
     mask_scores,
     padded_head,
     precision,
     softmax_finalize,
     softmax_step,
+    tile_view,
     tl,
     triton,
     tuned_tile,
@@ -122,14 +125,17 @@ def launch(
         lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, num_queries, num_keys, block_size)
         list_heads, _, entries = lists.shape[1:]
 
+    keys, k_desc, v_desc = min(block_size, tile.keys), None, None
+    if page_size % keys == 0 and has_aligned_rows(k) and has_aligned_rows(v):
+        k_desc, v_desc = (tile_view(x.transpose(1, 2), keys) for x in (k, v))
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
-        q, k, v, out, lse, table, cu_queries, kv_len, lists, lengths,
+        q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, lists, lengths,
         *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), table.stride(0),
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=block_size, BN=min(block_size, tile.keys), PAGE=page_size, PRECISION=precision(q.dtype),
+        HEAD=head, COLS=cols, BM=block_size, BN=keys, PAGE=page_size, PRECISION=precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
@@ -146,11 +152,12 @@ _operator = register_op(
 
 @triton.jit(do_not_specialize=["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries"])
 def _paged_block_sparse_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
@@ -183,11 +190,19 @@ def _paged_block_sparse_attention_kernel(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
     PARTS: tl.constexpr = BM // BN  # key tiles of a block
-    for n in tl.range(0, all_blocks * PARTS):  # type: ignore[misc]
-        block = n // PARTS
-        if list_ptr is not None:
-            block = tl.load(list_ptr + block).to(tl.int32)
-        u0 = block * BM + n % PARTS * BN
+    first = 0
+    if k_desc is not None:
+        first = full * PARTS
+        for n in tl.range(0, first, num_stages=2 * STAGES - 1):  # type: ignore[misc]  # pages are loaded as far ahead as tiles
+            u0 = _first_key(list_ptr, n, BM, BN)
+            page = tl.load(table_ptr + u0 // PAGE)
+            s = tl.dot(q, tl.trans(load_tile(k_desc, page, kv_head, u0 % PAGE, BN, COLS)), input_precision=PRECISION)
+            if limit is not None:
+                s = cap_scores(s, limit)
+            v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
+            m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    for n in tl.range(first, all_blocks * PARTS):  # type: ignore[misc]
+        u0 = _first_key(list_ptr, n, BM, BN)
         u = u0 + tl.arange(0, BN)
         position = u0 if PAGE % BN == 0 else u  # the page of a tile within one is a scalar, whose load costs next to nothing
         page, offset = load_pages(table_ptr, position, position < keys, PAGE)[0].to(tl.int64), u % PAGE
@@ -203,3 +218,12 @@ def _paged_block_sparse_attention_kernel(
     row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
     tl.store(row_ptrs, out.to(out_ptr.dtype.element_ty), mask=stored)
     tl.store(lse_ptr + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)
+
+
+@triton.jit
+def _first_key(list_ptr, n, BM: tl.constexpr, BN: tl.constexpr):
+    """Returns the first key of tile n of the blocks that a row block reads: those of its list, without one all."""
+    block = n // (BM // BN)
+    if list_ptr is not None:
+        block = tl.load(list_ptr + block).to(tl.int32)
+    return block * BM + n % (BM // BN) * BN

@@ -82,7 +82,7 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
     from msattn.kernels.paged import block_sparse_attention as op
 
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    block_size, page_size = _block_size(head_size), _choose([256, 16, 64], head_size, sm)
+    block_size, page_size = _block_size(head_size), _choose([256, 64, 16], head_size, sm)
     cache, _ = random_pages(k, v, starts([200]), page_size)
     row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
     mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)

@@ -125,6 +125,17 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
     check(case, backend, device, softcap)
 
 
+def test_rows_that_are_not_aligned(device: str, poisoned: None) -> None:
+    """Descriptors need rows that begin at multiples of 16 bytes."""
+    case = Case(64, 64, 4, 2, 64, 4, ((64, 130),), HALF)
+    q, cache, cu_queries, mask, *_ = problem = make(case, device)
+    k, v = (torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (cache.k, cache.v))
+    arguments = {**problem.options(case), "backend": "triton"}
+    expected = paged_block_sparse_attention(q, cache, cu_queries, mask, **arguments)
+    got = paged_block_sparse_attention(q, cache._replace(k=k, v=v), cu_queries, mask, **arguments)
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @settings(max_examples=10, deadline=None)
 @given(
