@@ -157,7 +157,8 @@ def check(
 
     Gradients of queries without visible keys, and of keys that no query reads, are exactly 0.
     """
-    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
+    # Capped scores spread as much at each head size: dS has the rounding of out, times keys, scale and root of the head size.
+    scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE * (64 / case.head_size) ** 0.5
     tokens = zoom_of_tokens(blocks, case, device)
     drawn = q, k, v = case.qkv(device)
     leaves = shared.fill_padding(case, *drawn)
