@@ -174,9 +174,9 @@ def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | No
 def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float | None]:
     """Returns the figures of requests without a common prefix."""
     prompts = _prompts(requests + 1, length, llm)
-    _generate(llm, prompts[:1], WARM_UP)
-    _generate(llm, [prompt[: max(1, length // 4)] for prompt in prompts[1:]], WARM_UP)
-    _forget(llm)
+    for warm_up in (prompts[:1], prompts[1:]):  # whole: kernels also compile for lengths of chunks behind others
+        _generate(llm, warm_up, WARM_UP)
+        _forget(llm)
     together = [each.metrics for each in _generate(llm, prompts[1:], new)]
     read = _statistics(llm)
     alone = _generate(llm, prompts[:1], new)[0].metrics
