@@ -20,7 +20,6 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import gate_loss
 from msattn.trainer.methods.selection import Selection, selected_attention
-from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import FAMILIES, embedded_tokenizer, random_tokens, tiny_model
 from tests.jobs import Job
@@ -97,7 +96,8 @@ def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps = []
-    monkeypatch.setattr(tuner, "block_map", lambda *a: maps.append(1) or block_map(*a))
+    true_map = Gate.true_map
+    monkeypatch.setattr(Gate, "true_map", lambda *a: maps.append(1) or true_map(*a))
     kept, again = fine_tuner(sparse=sparse, dtype=dtype), fine_tuner(sparse=sparse, dtype=dtype)
     checkpoint_activations(again.model)
     layers = []

@@ -124,10 +124,11 @@ class GateConfig:
         default=True,
     )
     qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
-    target: Annotated[Text, OneOf(TARGETS)] = key(
+    target: Annotated[Text, OneOf(TARGETS)] | None = key(
         "prefill: how the block map that gates learn is pooled: mass, the sum of probabilities over a block's keys, largest "
-        "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability",
-        default="mass",
+        "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability; "
+        "null: mass or mean_mass, the one whose true map changes predictions less (finetune: mass)",
+        default=None,
     )
     mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(
         "prefill: weight of the scores of mean-pooled queries and keys after RoPE, which a trained gate adds to its own before "

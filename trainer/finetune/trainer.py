@@ -25,7 +25,6 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import PrecomputedGradients, gate_loss
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import output_logits, text_config
-from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 
 LOGIT_BYTES = 2**30  # fp32 logits in memory at once: all of 32k tokens with a vocabulary of 128k would take 17 GB
@@ -107,7 +106,7 @@ class FineTuner(nn.Module):
 def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
     size = selection.block_size
     with torch.no_grad():
-        pooled = block_map(x, size, gate.cfg.target).pooled
+        pooled = gate.true_map(x).pooled
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
     # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

@@ -74,7 +74,7 @@ def _variants(cfg: TrainGateConfig, teacher: PreTrainedModel, ids: Tensor) -> It
     """Yields the variants, inference first, when there are no gates in memory yet."""
     for name, kernel in SDPA_BACKENDS[teacher.device.type].items():
         yield f"forward, {name}", partial(_infer, teacher, ids), kernel
-    yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size, cfg.gate.target).out), None
+    yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size).out), None
     gate = Gate.build(teacher.config, cfg.gate).to(teacher.device)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=cfg.train.lr, fused=True)
     distiller = GateDistiller(gate, teacher)
@@ -100,7 +100,7 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
 
     def attention_with_loss(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = block_map(x, size, gate.cfg.target)
+        dense = gate.true_map(x)
         with torch.enable_grad():
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from msattn.kernels.common.checks import first_query
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
+from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError, print_once
@@ -29,6 +30,7 @@ from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
+from msattn.trainer.models.layer_attention import block_map
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6
 BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # of gates whose artifacts do not record them
-MEAN_WEIGHT = 0.5  # of untrained gates
+TARGET, MEAN_WEIGHT = "mass", 0.5  # until they are chosen
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
@@ -198,8 +200,8 @@ class Gate(GateArtifact[BlockThresholds]):
         layers: list[int] | None = None,
         channels: Tensor | None = None,
     ) -> None:
-        if cfg.mean_weight is None:  # until it is chosen
-            cfg = replace(cfg, mean_weight=MEAN_WEIGHT)
+        weight = MEAN_WEIGHT if cfg.mean_weight is None else cfg.mean_weight
+        cfg = replace(cfg, target=cfg.target or TARGET, mean_weight=weight)
         super().__init__(shape, cfg, inv_freq)
         self.always = SINK_AND_LOCAL
         self.layer_numbers = list(range(shape.num_layers)) if layers is None else list(layers)
@@ -242,6 +244,10 @@ class Gate(GateArtifact[BlockThresholds]):
         gate = cls._restore(artifact, details.gate, thresholds, len(layers), layers=layers)
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
+
+    def true_map(self, x: "LayerInputs") -> MaxPoolAttention:
+        """Returns dense attention of a layer and the block map that its gates learn."""
+        return block_map(x, self.cfg.block_size, cast(str, self.cfg.target))
 
     def scorer(self, name: str = "gate") -> "GateScores":
         """Returns the block scores by these gates that have this name in ``select.scores``."""

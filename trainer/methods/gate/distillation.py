@@ -23,7 +23,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import selected_attention
-from msattn.trainer.models.layer_attention import attention_recall, block_map
+from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs, run_backbone, run_tapped, tap
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class GateDistiller(nn.Module):
     def layer_loss(self, x: LayerInputs) -> LayerLoss:
         """Returns dense attention and the loss of the layer's gates, with a graph to their parameters."""
         cfg = self.gate.cfg
-        dense = block_map(x, cfg.block_size, cfg.target)
+        dense = self.gate.true_map(x)
         visible = visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device)
         with torch.enable_grad():
             loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
@@ -188,7 +188,7 @@ def gate_recall(
 
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
-        dense = block_map(x, size, gate.cfg.target)
+        dense = gate.true_map(x)
         candidates = candidate_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device, gate.always)
 
         def recall(mask: Tensor) -> Tensor:

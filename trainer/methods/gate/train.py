@@ -13,11 +13,11 @@ from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.buckets import decode_defaults, decode_window
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.gate.choices import choose_mean_weight, choose_target
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.gate.mean_weight import choose_mean_weight
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
 from msattn.trainer.training.distributed import rank_shard
@@ -62,6 +62,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     work = folder.parent / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
+        if isinstance(gate, Gate) and cfg.gate.target is None:
+            choose_target(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         items = rank_shard(chunks, CALIBRATION_CHUNKS)
         if isinstance(gate, Gate) and cfg.gate.mean_weight is None:

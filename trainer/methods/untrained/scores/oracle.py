@@ -1,10 +1,11 @@
-"""The true block map as block scores: the default target of gates. It needs dense attention."""
+"""The true block map as block scores: what gates learn. It needs dense attention."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from msattn.kernels.types import Pool
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Oracle(UntrainedScorer):
-    """Scores blocks by the true block map of ``gate.target=mass``, the default target of gates."""
+    """Scores blocks by the true block map of ``gate.target=mass``, or of another ``target``."""
 
     method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
+    target: Pool = "mass"
 
     def __call__(self, x: "LayerInputs") -> Tensor:
-        return normalize_rows(block_map(x, self.block_size, "mass").pooled)
+        return normalize_rows(block_map(x, self.block_size, self.target).pooled)
 
 
 scorer = Oracle
