@@ -250,7 +250,8 @@ TABLES = {
     "gemma3_270m-blocks": Table(
         "comparison",
         "blocks chosen by",
-        {title: {"method": method} for method, title in COMPARED_TITLES.items()},
+        {f"{COMPARED_TITLES[method]}, `mean_mass`": {"method": f"{method} mean_mass"} for method in ("gate", "gate_question")}
+        | {title: {"method": method} for method, title in COMPARED_TITLES.items()},
         [
             *(
                 Cell(
@@ -262,7 +263,8 @@ TABLES = {
                     setting=setting,
                 )
                 for x in ("8192", "32768")
-                for share, setting in AT_80_AND_90.items()
+                for share, setting in (("50 %", "sparsity 0.5"), *AT_80_AND_90.items())
+                if (x, share) != ("32768", "50 %")
             ),
             *(
                 Cell(f"RULER, 8,192 tokens, {share} (%)", ".1%", "score", task="ruler", length="8192", setting=x)
