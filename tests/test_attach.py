@@ -177,7 +177,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
 
     def dense_below(**options: Any) -> int:
         with attach(model, **options) as sparse:
-            return sparse.ways.dense_below
+            return sparse.dispatch.dense_below
 
     assert dense_below(gate=gate) == 4096
     assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 2048

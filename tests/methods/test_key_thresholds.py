@@ -11,8 +11,9 @@ from torch import Tensor
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import bucket_sizes
+from msattn.trainer.methods.budgets import KeyThresholds, most_probes
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.key_thresholds import SHARES, KeyThresholds, calibrate_keys, densities_of, most_probes
+from msattn.trainer.methods.key_thresholds import SHARES, calibrate_keys, densities_of
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 

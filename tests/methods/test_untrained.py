@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.trainer.config.select import BASELINES, ROUTERS
-from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks, only_far
+from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.methods.untrained.base import BLOCK_SIZE, UntrainedRouter, UntrainedScorer
 from msattn.trainer.methods.untrained.routers.lsh import BITS, TABLES, CollidingKeys
@@ -113,7 +113,7 @@ def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st
     router = QuestBlocks(buckets, LAYERS, KV_HEADS)
     scores = normal(len(before), KV_HEADS, count_blocks(200, BLOCK_SIZE), seed=seed)
     scores[..., count_blocks(max(1, *before), BLOCK_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
-    chosen = router.best(only_far(scores, torch.tensor(before), BLOCK_SIZE), probes)
+    chosen = router.best(router.only_far(scores, torch.tensor(before)), probes)
     assert chosen.dtype == torch.int32
     for row, keys in enumerate(before):
         far = count_blocks(max(keys, 0), BLOCK_SIZE)

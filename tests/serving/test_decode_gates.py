@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.key_thresholds import KeyThresholds
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model

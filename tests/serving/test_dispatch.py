@@ -5,53 +5,58 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.serving.dispatch import Dispatch, Way
+from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch
 
 ALWAYS = AlwaysRead(dense_queries=8)
 GATE, UNTRAINED = (SimpleNamespace(gate=gate, always=ALWAYS) for gate in ("a gate", None))
-ROUTED = SimpleNamespace(layers={1}, routed_from=lambda batch: 100 * batch)
+ROUTED = SimpleNamespace(layers={1})
 
 
-def dispatch(selection: Any = None, routed: Any = None) -> Dispatch:
-    return Dispatch(selection, routed, dense_below=50)
-
-
-@pytest.mark.parametrize(
-    ("selection", "queries", "keys", "given", "way"),
-    [
-        (None, 64, 64, {}, Way.DENSE),
-        (GATE, 49, 49, {}, Way.DENSE_BY_CHOICE),  # shorter than the break-even length
-        (GATE, 50, 50, {}, Way.BLOCKS),
-        (GATE, 8, 64, {}, Way.DENSE_BY_CHOICE),  # every row of it reads all blocks
-        (GATE, 9, 64, {}, Way.BLOCKS),
-        (GATE, 8, 64, {"ends": False}, Way.BLOCKS),  # the last queries are those of the prompt, not of a chunk
-        (GATE, 64, 80, {"known": False}, Way.DENSE_FALLBACK),
-        (GATE, 8, 64, {"known": False}, Way.DENSE_BY_CHOICE),  # a choice is not reported as a fallback
-        (UNTRAINED, 64, 80, {"known": False}, Way.BLOCKS),  # its scores need no keys before RoPE
-    ],
-)
-def test_the_way_of_a_prompt(selection: Any, queries: int, keys: int, given: dict[str, bool], way: Way) -> None:
-    assert dispatch(selection=selection).of_prompt(queries, keys, **given) is way
+def dispatch(selection: Any = None, routed: Any = None, shortest: int = 100) -> Dispatch:
+    return Dispatch(selection, routed, dense_below=50, routed_from=lambda batch: shortest * batch)
 
 
 @pytest.mark.parametrize(
-    ("routed", "layer", "keys", "batch", "known", "way"),
+    ("selection", "queries", "keys", "given", "decision"),
     [
-        (None, 1, 500, 1, True, Way.DENSE),
-        (ROUTED, 0, 500, 1, True, Way.DENSE),  # not a routed layer
-        (ROUTED, 1, 99, 1, True, Way.DENSE_BY_CHOICE),
-        (ROUTED, 1, 100, 1, True, Way.BUCKETS),
-        (ROUTED, 1, 199, 2, True, Way.DENSE_BY_CHOICE),  # the break-even length is that of the batch
-        (ROUTED, 1, 200, 2, True, Way.BUCKETS),
-        (ROUTED, 1, None, 2, True, Way.BUCKETS),  # lengths that only the device knows
-        (ROUTED, 1, 500, 1, False, Way.DENSE_FALLBACK),
-        (ROUTED, 1, 99, 1, False, Way.DENSE_BY_CHOICE),
+        (None, 64, 64, {}, (None, None)),
+        (GATE, 49, 49, {}, (None, BY_CHOICE)),  # shorter than the break-even length
+        (GATE, 50, 50, {}, (GATE, None)),
+        (GATE, 8, 64, {}, (None, BY_CHOICE)),  # every row of it reads all blocks
+        (GATE, 9, 64, {}, (GATE, None)),
+        (GATE, 8, 64, {"ends": False}, (GATE, None)),  # the last queries are those of the prompt, not of a chunk
+        (GATE, 64, 80, {"known": False}, (None, FALLBACK)),
+        (GATE, 8, 64, {"known": False}, (None, BY_CHOICE)),  # a choice is not reported as a fallback
+        (UNTRAINED, 64, 80, {"known": False}, (UNTRAINED, None)),  # its scores need no keys before RoPE
     ],
 )
-def test_the_way_of_new_tokens(routed: Any, layer: int, keys: int | None, batch: int, known: bool, way: Way) -> None:
-    assert dispatch(routed=routed).of_tokens(layer, keys, batch, known=known) is way
+def test_the_decision_for_a_prompt(
+    selection: Any, queries: int, keys: int, given: dict[str, bool], decision: tuple[Any, str | None]
+) -> None:
+    assert dispatch(selection=selection).of_prompt(queries, keys, **given) == decision
+
+
+@pytest.mark.parametrize(
+    ("routed", "layer", "keys", "batch", "known", "decision"),
+    [
+        (None, 1, 500, 1, True, (None, None)),
+        (ROUTED, 0, 500, 1, True, (None, None)),  # not a routed layer
+        (ROUTED, 1, 99, 1, True, (None, BY_CHOICE)),
+        (ROUTED, 1, 100, 1, True, (ROUTED, None)),
+        (ROUTED, 1, 199, 2, True, (None, BY_CHOICE)),  # the break-even length is that of the batch
+        (ROUTED, 1, 200, 2, True, (ROUTED, None)),
+        (ROUTED, 1, None, 2, True, (ROUTED, None)),  # lengths that only the device knows
+        (ROUTED, 1, 500, 1, False, (None, FALLBACK)),
+        (ROUTED, 1, 99, 1, False, (None, BY_CHOICE)),
+    ],
+)
+def test_the_decision_for_new_tokens(
+    routed: Any, layer: int, keys: int | None, batch: int, known: bool, decision: tuple[Any, str | None]
+) -> None:
+    assert dispatch(routed=routed).of_tokens(layer, keys, batch, known=known) == decision
 
 
 @pytest.mark.parametrize(
@@ -63,5 +68,21 @@ def test_more_tokens_than_read_buckets_are_a_prompt(queries: int, keys: int, wit
     assert dispatch(selection=GATE).is_prompt(queries, keys) is without
 
 
-def test_the_length_from_which_new_tokens_read_buckets() -> None:
-    assert (dispatch(routed=ROUTED).routed_from(3), dispatch(selection=GATE).routed_from(3)) == (300, sys.maxsize)
+def test_the_tokens_that_are_dense_before_buckets_are_read() -> None:
+    routed = dispatch(routed=ROUTED)
+    assert [routed.dense_for(keys, batch) for keys, batch in ((90, 1), (100, 1), (300, 2), (90, 3))] == [10, 0, 0, 210]
+    every_layer_dense = dispatch(routed=SimpleNamespace(layers=frozenset()))
+    assert dispatch(selection=GATE).dense_for(10**9, 1) == every_layer_dense.dense_for(10**9, 1) == sys.maxsize
+
+
+def test_sequences_that_are_too_short_for_buckets() -> None:
+    lengths, padding = torch.tensor([199, 200], dtype=torch.int32), torch.tensor([50, 0])
+    for shortest, keys, given, expected in (
+        (100, lengths, None, [True, False]),
+        (100, 240, padding, [True, False]),
+        (2**40, lengths, None, [True, True]),
+    ):
+        found = dispatch(routed=ROUTED, shortest=shortest).short_rows(2, keys, given)
+        assert found is not None
+        assert found.tolist() == expected
+    assert dispatch(routed=ROUTED, shortest=0).short_rows(2, lengths) is None, "nothing is compared on the device"

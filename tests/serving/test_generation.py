@@ -10,8 +10,8 @@ from transformers import DynamicCache, StaticCache
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.key_thresholds import KeyThresholds
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.gate.decode_gate import DecodeGate

@@ -66,7 +66,7 @@ def decode(
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = RoutedDecoding(
-        router=router, budget=budget or Probes(probes), recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
+        router=router, budget=budget or Probes(probes), recent=RECENT, sink=SINK, dense_layers=(),
         measure_recall=False, statistics=statistics, **options,
     )  # fmt: skip
     out = q
@@ -159,7 +159,7 @@ def test_clusters_follow_a_cache() -> None:
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = RoutedDecoding(
-        router=router, budget=Probes(BUCKETS), recent=RECENT, sink=SINK, dense_layers=(), routed_from=lambda batch: 0,
+        router=router, budget=Probes(BUCKETS), recent=RECENT, sink=SINK, dense_layers=(),
         measure_recall=False, statistics=Statistics(),
     )  # fmt: skip
 

@@ -62,9 +62,10 @@ def configure(model: str, settings: Sequence[str]) -> None:
 
 
 def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
-    """Returns key and value of ``key=value``; the path of an artifact is absolute, and OWN if it is that of the model."""
+    """Returns key and value of ``key=value``; the path of an artifact is absolute, OWN if it is that of the model."""
     from msattn.trainer.artifacts.folders import is_hub_id
     from msattn.trainer.artifacts.model_config import OWN
+    from msattn.trainer.config.select import ROUTERS
     from msattn.trainer.config.values import shown
     from msattn.trainer.errors import UserError
     from msattn.trainer.storage.documents import parse_yaml
@@ -74,7 +75,7 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
         raise UserError(f"{name}: {shown(text)}: accepted is key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
     if key not in ("gate", "qmodel"):
         return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]
-    if value == "embedded" or is_hub_id(value):
+    if value == "embedded" or (key == "qmodel" and value in ROUTERS) or is_hub_id(value):
         return key, value
     path = os.path.abspath(os.path.expanduser(value))
     return key, OWN if os.path.realpath(path) == os.path.realpath(model) else path

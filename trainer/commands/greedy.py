@@ -13,14 +13,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import AnswerConfig
+from msattn.trainer.config.select import ROUTERS
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
-from msattn.trainer.serving.loading import load_router
+from msattn.trainer.serving.loading import ROUTER_KINDS, load_router
 from msattn.trainer.training.tracker import Tracker
-
-ROUTER_KINDS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,14 @@ def load_served(cfg: AnswerConfig) -> Served:
     """Loads a model and its artifacts, of which there must be one."""
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    gate, router = chosen["gate"], next((chosen[kind] for kind in ROUTER_KINDS if chosen[kind]), None)
+    gate, kind = chosen["gate"], _router_kind(chosen)
+    router = chosen[kind] if kind else None
+    if kind != "qmodel" and router in ROUTERS:
+        router = f"./{router}"  # artifacts.qmodel alone takes names
     options = {
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or not cfg.select.by_gate else None,
-        "qmodel": router and load_router(router),
+        "qmodel": router and load_router(router, loaded.model.config),
         **cfg.routing,
     }
     return Served(loaded, chosen, options)
@@ -97,14 +99,20 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
         source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
         share = cfg.select.sparsity  # which not every policy has
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
-    kind = next((kind for kind in ROUTER_KINDS if served.chosen[kind]), None)
+    kind = _router_kind(served.chosen)
     if kind is not None:
         new_tokens = f"by {_artifact(kind, served)}"
     return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
 
 
+def _router_kind(chosen: dict[str, str | Path | None]) -> str | None:
+    return next((kind for kind in ROUTER_KINDS if chosen[kind]), None)
+
+
 def _artifact(kind: str, served: Served, name: str | None = None) -> str:
     path, name = served.chosen[kind], name or kind
+    if kind == "qmodel" and path in ROUTERS:
+        return f"{path}, without training"
     return f"the embedded {name}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{name} {path}"
 
 

@@ -195,7 +195,9 @@ class ArtifactsConfig:
         "folder or Hub id of a k-means, or embedded; null: that of the same model and name, if any", default=None
     )
     qmodel: Text | None = key(
-        "folder or Hub id of query classifiers, or embedded; null: those of the same model and name, if any", default=None
+        "folder or Hub id of query classifiers, or embedded, or (generate, serve) a router without training, e.g. quest; null: "
+        "those of the same model and name, if any",
+        default=None,
     )
     decode_gate: Text | None = key(
         "folder or Hub id of decode gates; null: those of the same model and name, if there are any", default=None

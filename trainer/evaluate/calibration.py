@@ -17,11 +17,11 @@ from msattn.trainer import methods as methods_package
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.evaluate.compared import PREDICTING, Compared, ComparedRouting, ComparedSelection
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, sparsity_in_reach
-from msattn.trainer.methods.key_blocks import BlockRouter, num_far
+from msattn.trainer.methods.key_blocks import num_far
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import (
@@ -77,7 +77,7 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
     Raises UserError if the thresholds of an artifact do not cover a share.
     """
     for each in methods.bucket_routings if cfg.all_keys else ():
-        if not isinstance(each.router, PREDICTING):
+        if not each.router.predicts_attention:
             continue
         if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
@@ -244,11 +244,10 @@ def share_curve(x: LayerInputs, routing: ComparedRouting) -> Tensor:
     sizes = torch.zeros(*scores.shape[:2], num_buckets, dtype=torch.float64, device=x.q.device)
     members = buckets.long().expand(len(positions), -1, -1)
     sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
-    best = router.best(scores, router.num_buckets) if isinstance(router, BlockRouter) else scores.argsort(-1, descending=True)
+    best = router.ranked(scores)
     read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
     read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
     probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
-    if isinstance(router, BlockRouter):
-        probes = router.visited(num_far(scores), probes)
+    probes = router.visited(num_far(scores), probes)
     window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]
     return ((read.gather(2, probes) + window) / (newest + 1)[:, None]).mean((0, 1))

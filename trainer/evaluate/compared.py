@@ -17,20 +17,14 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.budgets import Probes
-from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
-from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS
-from msattn.trainer.serving.reads import serving_numbers
 
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
@@ -38,7 +32,6 @@ COMMANDS = {  # by kind of artifact that they create
     "qmodel": "train-qmodel",
     "decode_gate": "train-gate gate.phase=decode",
 }
-PREDICTING = QModel | DecodeGate  # routers that predict attention, so that they read shares of the keys
 
 
 @dataclass(frozen=True)
@@ -105,8 +98,8 @@ class ComparedRouting:
     @classmethod
     def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "ComparedRouting":
         """Returns the router with the configured numbers, else those that its artifact records."""
-        keys = cfg.keys if isinstance(router, PREDICTING) else None
-        return cls(method, router, **serving_numbers(router, cfg.routing, cfg.model.presets), keys=keys)
+        keys = cfg.keys if router.predicts_attention else None
+        return cls(method, router, **router.numbers(cfg.routing, cfg.model.presets), keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
         """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""
@@ -123,7 +116,7 @@ class ComparedRouting:
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.method} has {self.router.num_buckets} buckets for each key/value head")
-        shares = keys if isinstance(self.router, PREDICTING) else ()
+        shares = keys if self.router.predicts_attention else ()
         counts = probes if self.by_share is None else [count for count in probes if count == 0]
         return [
             *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
@@ -136,9 +129,8 @@ class ComparedRouting:
 
         ``sizes [n, H, C]`` are the numbers of keys, which a share of the keys needs.
         """
-        router: Any = self.router
-        budget = router.thresholds.budget(setting, router.num_buckets) if isinstance(setting, float) else Probes(setting)
-        return router.choose(scores, budget, None if sizes is None else lambda: sizes)
+        budget = self.router.budget(keys=setting) if isinstance(setting, float) else self.router.budget(probes=setting)
+        return self.router.choose(scores, budget, None if sizes is None else lambda: sizes)
 
     def reads(self, setting: int | float) -> dict[str, Any]:
         """Returns the arguments of ``msattn.attach`` that say which keys are read in a setting."""
@@ -180,7 +172,7 @@ def find_compared(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> C
             notes.append(warning)
         label = f"{each.kind} ({each.source})" if each.source else each.kind
         manifests[label] = {"path": str(each.path), **module.artifact.manifest}
-        if isinstance(module, QModel) and module.routing_warning:
+        if getattr(module, "routing_warning", None):
             notes.append(f"{label} {each.path}: {module.routing_warning}")
         found.append((each, module.to(device)))
     read = [module.artifact for _, module in found]
@@ -244,7 +236,7 @@ def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list
     for kind in ("qmodel", "decode_gate", "kmeans"):
         for path, router in found:
             if path.kind == kind:
-                method = router.method.of(*[ROPE] * getattr(router, "rope", False), source=path.source)
+                method = router.method.of(*[ROPE] * router.rope, source=path.source)
                 methods.append(ComparedRouting.configured(method, router, cfg))
     return methods
 
@@ -266,9 +258,3 @@ def add_routers(methods: Compared, cfg: EvalRunConfig, model: PreTrainedModel) -
         same = replace(like, method=router.method, router=router, keys=None) if like else None
         added.append(same or ComparedRouting.configured(router.method, router, cfg))
     return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
-
-
-def without_routers(methods: Compared) -> Compared:
-    """Returns ``methods`` without those of :func:`add_routers` and without routers of pages, with the same notes."""
-    learned = [each for each in methods.bucket_routings if not isinstance(each.router, BlockRouter | UntrainedRouter)]
-    return replace(methods, bucket_routings=learned)

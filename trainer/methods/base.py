@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msattn.trainer.errors import UserError
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from msattn.trainer.models.tap import LayerInputs
 
@@ -82,6 +84,13 @@ class Method:
 
 
 DENSE = Method("dense")
+
+
+def check_finite(name: str, module: "nn.Module") -> None:
+    """Raises UserError, which begins with ``name``, if a weight of ``module`` is NaN or infinite."""
+    for weight, values in module.state_dict().items():
+        if not values.isfinite().all():
+            raise UserError(f"{name}: its {weight} holds values that are not finite; accepted are numbers")
 
 
 class Scorer(Protocol):

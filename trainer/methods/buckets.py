@@ -1,25 +1,29 @@
 """Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
-from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.budgets import Budget, Probability, Probes
+from msattn.trainer.config.model import ModelPresets
+from msattn.trainer.config.values import require
+from msattn.trainer.errors import UserError
+from msattn.trainer.methods.base import Method, check_finite
+from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability, Probes
+from msattn.trainer.models.families import attention_layers, check_shape, num_layers
 
 if TYPE_CHECKING:
     from msattn.trainer.artifacts import Artifact
-    from msattn.trainer.config.model import ModelPresets
     from msattn.trainer.models.parallel import HeadShard
     from msattn.trainer.models.tap import LayerInputs
 
 MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
+PRESETS = ModelPresets()  # for routers whose manifest records nothing
 
 Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
 
@@ -28,14 +32,71 @@ class Router(nn.Module, ABC):
     """Base class of routers, which score the buckets of keys for a query and choose those that it reads.
 
     Buckets are by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
-    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries are those of one token.
+    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries are those of one token. Serving and evaluation know a
+    router by these attributes and methods alone.
     """
 
     method: ClassVar[Method]
+    grouping: ClassVar[Literal["buckets", "blocks", "clusters"]] = "buckets"  # what a cache keeps of the keys
+    predicts_attention: ClassVar[bool] = False  # scores are, or become, probabilities, so that shares of keys are calibrated
     num_buckets: int  # of each key/value head
+    block_size: int = 1  # keys of a bucket that are summarized together
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # of the model
+    rope: bool = False  # a variant of the method that takes keys and queries after RoPE
     artifact: "Artifact | None" = None  # that was loaded; None for a router that was created
+    thresholds: KeyThresholds | None = None  # calibrated ones, of a router that predicts attention
+
+    @property
+    def routing_warning(self) -> str | None:
+        """A warning for those who serve or measure the router."""
+        return None
+
+    @property
+    def assigner(self) -> "Router":
+        """The router that gives keys their buckets."""
+        return self
+
+    def assigns_like(self, other: "Router") -> bool:
+        """Returns whether ``other`` gives each key the same bucket, and summarizes buckets alike."""
+        return self is other
+
+    def check_model(self, config: Any) -> None:
+        """Raises UserError for a model of another shape or without the routed layers, and for weights that are not finite."""
+        check_shape("qmodel", {"num_kv_heads": self.kv_heads}, config)
+        fits = set(self.layers) <= set(range(num_layers(config)))
+        require(fits, "qmodel.layers", self.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
+        for layer in attention_layers(config):
+            kept = layer.kept is not None and layer.layer in self.layers
+            require(not kept, "qmodel.layers", layer.layer, f"not accepted: {layer.kept}")
+        check_finite("qmodel", self)
+
+    def numbers(self, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
+        """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: ``given``, of the artifact, or of the presets."""
+        recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
+        defaults = decode_defaults(presets, self.num_buckets) | recorded
+        found = {name: value if given.get(name) is None else given[name] for name, value in defaults.items()}
+        return found | {"dense_layers": tuple(found["dense_layers"])}
+
+    def budget(self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None) -> Budget:
+        """Returns the budget by ``threshold``, ``keys`` or, without them, ``probes``; UserError for one of another router."""
+        if threshold is not None:
+            raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
+        if keys is None:
+            ok = 0 <= probes <= self.num_buckets
+            require(ok, "probes", probes, f"accepted are 0 to {self.num_buckets:,}, the number of buckets")
+            return Probes(probes)
+        if keys >= 1:
+            raise UserError(f"keys={keys:g}: a number of keys needs a decode gate, whose blocks are equally large")
+        if not self.predicts_attention:
+            raise UserError(f"keys={keys:g}: needs a query classifier or a decode gate, which predict attention; give probes")
+        if self.thresholds is None:
+            raise UserError(f"keys={keys:g}: this router has no calibrated thresholds; train it again, or give probes")
+        return self.thresholds.budget(keys, self.num_buckets)
+
+    def mean_reads(self, budget: Budget) -> tuple[int, float]:
+        """Returns the number of keys that a query reads in buckets at every length, and the share that it reads of all keys."""
+        return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
     def shard(self, part: "HeadShard") -> "Router":
         """Returns the router of a part of the heads, for tensor parallelism; only a router that is served so needs it."""
@@ -81,6 +142,18 @@ class Router(nn.Module, ABC):
     def best(self, scores: Tensor, probes: int) -> Tensor:
         """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``: int32 ``[B, H, L]``."""
         return top_buckets(scores, probes)
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """Returns the buckets that all probes visit, by their ``scores [B, H, C]``: ``[B, H, L]``, -1 is none."""
+        return scores.argsort(-1, descending=True)
+
+    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
+        """Returns the number of buckets that are visited with ``probes``, of ``far`` ones; the shapes are broadcast."""
+        return probes.minimum(far)
+
+    def only_far(self, scores: Tensor, before_window: Tensor) -> Tensor:
+        """Returns ``scores [B, H, C]`` without those of blocks that have no key among the first ``before_window [B]`` ones."""
+        return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Returns the predicted attention to the buckets, up to a factor of each row, from ``scores [B, H, C]``."""

@@ -1,6 +1,5 @@
 """Blocks of neighbouring keys as buckets, for routers that choose by position or by a summary of a block's keys."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,10 +19,11 @@ NOT_FAR = float("-inf")  # score of a block in the dense window
 class BlockRouter(Router):
     """Chooses among the far blocks of a sequence, those with a key before the dense window.
 
-    ``num_buckets`` is the largest number of probes. Blocks that are not far have the score ``NOT_FAR``, see :func:`only_far`.
+    ``num_buckets`` is the largest number of probes. Blocks that are not far have the score ``NOT_FAR``, see :meth:`only_far`.
     A subclass with its own :meth:`visit` and :meth:`scores_at` needs no :meth:`summarize` and no :meth:`head_scores`.
     """
 
+    grouping = "blocks"
     block_size: int  # keys of a block; blocks are counted from the end of the left padding
     pools: Sequence[str] = ()  # poolings of a block's keys before RoPE that summarize needs, see pool_blocks
 
@@ -46,10 +46,6 @@ class BlockRouter(Router):
     def scores(self, layer: int, summaries: Tensor, q_nope: Tensor, q: Tensor, positions: Tensor) -> Tensor:
         """Returns :meth:`head_scores` summed over each query group: ``[B, Hkv, P]``."""
         return self.head_scores(layer, summaries, q_nope, q, positions).unflatten(1, (self.kv_heads, -1)).sum(2)
-
-    @abstractmethod
-    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks; the shapes are broadcast."""
 
     def visit(
         self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
@@ -74,6 +70,13 @@ class BlockRouter(Router):
         counts = self.visited(num_far(scores), torch.full((1,), probes, device=best.device))
         return best.masked_fill(torch.arange(most, device=best.device) >= counts, -1).to(torch.int32)
 
+    def ranked(self, scores: Tensor) -> Tensor:
+        return self.best(scores, self.num_buckets)
+
+    def only_far(self, scores: Tensor, before_window: Tensor) -> Tensor:
+        first_keys = self.block_size * torch.arange(scores.shape[-1], device=scores.device)
+        return scores.masked_fill(first_keys >= before_window[:, None, None], NOT_FAR)
+
     def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other blocks.
 
@@ -84,7 +87,7 @@ class BlockRouter(Router):
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         keys = keys - (0 if x.kv_start is None else x.kv_start)
         score = self.head_scores if by_head else self.scores
-        return only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window, self.block_size)
+        return self.only_far(score(x.layer, summaries, x.q_nope, x.q, keys - 1), keys - window)
 
     def probabilities(self, scores: Tensor) -> Tensor:
         """Returns the softmax of ``scores [B, H, P]`` over the far blocks, 0 for the others and in rows without far ones."""
@@ -105,12 +108,6 @@ def block_of_keys(first: int, end: int, start: Tensor | None, size: int, device:
     positions = torch.arange(first, end, dtype=torch.int32, device=device)[None, None]
     positions = positions if start is None else positions - start[:, None, None].int()
     return positions.div(size, rounding_mode="floor").clamp(min=-1)
-
-
-def only_far(scores: Tensor, before_window: Tensor, size: int) -> Tensor:
-    """Returns ``scores [B, H, P]`` with ``NOT_FAR`` for blocks without a key among the first ``before_window [B]`` ones."""
-    first_keys = size * torch.arange(scores.shape[-1], device=scores.device)
-    return scores.masked_fill(first_keys >= before_window[:, None, None], NOT_FAR)
 
 
 def num_far(scores: Tensor) -> Tensor:

@@ -5,21 +5,17 @@ the highest density. A threshold decides how dense a bucket must be: one for all
 The dense window comes on top of the share. Query classifiers and decode gates store their thresholds.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from accelerate.utils import reduce as reduce_over_ranks
-from annotated_types import Interval
 from torch import Tensor
 
 from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router, bucket_sizes
-from msattn.trainer.methods.budgets import KeyShare
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.progress import activity
@@ -31,35 +27,6 @@ KEY_CALIBRATION_CHUNKS = 4
 QUERIES = 256  # of each chunk and layer
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
 LOWEST_DENSITY, DENSITY_BINS, BINS_OF_OCTAVE = -15, 4000, 100  # histogram of log2 density, from 2^-15 to 2^25
-PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
-PROBE_LIMIT_FACTOR = 4  # times the number of buckets that hold the share, if all are equally large
-
-
-@dataclass(frozen=True)
-class KeyThresholds:
-    """Thresholds for a grid of mean shares, as :func:`calibrate_keys` measures them and manifests hold them."""
-
-    shares: list[Annotated[float, Interval(gt=0, le=1)]]
-    densities: list[Annotated[float, Interval(gt=0, lt=2.0**30)]]
-
-    def __post_init__(self) -> None:
-        if not self.shares or sorted(set(self.shares)) != self.shares:
-            raise ValueError("shares must increase")
-        if len(self.densities) != len(self.shares) or sorted(self.densities, reverse=True) != self.densities:
-            raise ValueError(f"densities must be {len(self.shares)} numbers that decrease, one for each share")
-
-    def density(self, share: float) -> float:
-        """Returns the density from which a mean ``share`` of the keys is read, interpolated on logarithmic scales.
-
-        Raises UserError: the table does not cover ``share``.
-        """
-        if not self.shares[0] <= share <= self.shares[-1]:
-            raise UserError(f"keys={share}: the router is calibrated from {self.shares[0]} to {self.shares[-1]}")
-        return float(np.exp(np.interp(np.log(float(share)), np.log(self.shares), np.log(self.densities))))
-
-    def budget(self, share: float, num_buckets: int) -> KeyShare:
-        """Returns the budget that reads a mean ``share`` of the keys."""
-        return KeyShare(share, self.density(share), most_probes(share, num_buckets))
 
 
 @torch.no_grad()
@@ -118,9 +85,3 @@ def densities_of(counts: Tensor) -> list[float]:
     needed = torch.tensor(SHARES, dtype=torch.float64) * read[-1]
     bins = DENSITY_BINS - 1 - torch.searchsorted(read, needed).clamp(max=DENSITY_BINS - 1)
     return (2.0 ** (LOWEST_DENSITY + bins.double() / BINS_OF_OCTAVE)).tolist()
-
-
-def most_probes(share: float, num_buckets: int) -> int:
-    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
-    most = PROBE_LIMIT_FACTOR * share * num_buckets
-    return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))

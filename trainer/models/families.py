@@ -4,6 +4,7 @@ The numbers of a model with images or audio are those of its text configuration.
 compares names of families.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,6 +208,14 @@ def shape(config: "PreTrainedConfig") -> dict[str, int]:
     """Returns the numbers of layers and heads, and their size, as artifacts record them."""
     heads = {"num_heads": num_heads(config), "num_kv_heads": num_kv_heads(config), "head_dim": head_dim(config)}
     return {"num_layers": num_layers(config), **heads}
+
+
+def check_shape(name: str, made_for: Mapping[str, int], config: "PreTrainedConfig") -> None:
+    """Raises UserError, which begins with ``name``, if a number of ``made_for`` is not that of the model."""
+    model = shape(config)
+    for field, value in made_for.items():
+        if value != model[field]:
+            raise UserError(f"{name}: it is for another model; its {field} is {value}, this model's is {model[field]}")
 
 
 def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:

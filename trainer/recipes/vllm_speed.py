@@ -30,7 +30,7 @@ from msattn.trainer.config.values import nearest, require
 from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.recipes import argument_parser
-from msattn.trainer.serving.engines.vllm.engine import KEY
+from msattn.trainer.serving.engines.vllm.engine import SECTION
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
@@ -167,7 +167,7 @@ def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | No
         require(key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}")
     given: dict[str, Any] = {"max_model_len": length, "max_num_seqs": requests}
     if options is not None:
-        given |= {"attention_backend": backend_name(), "additional_config": {KEY: dict(options)}}
+        given |= {"attention_backend": backend_name(), "additional_config": {SECTION: dict(options)}}
     return LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
 
 
@@ -225,7 +225,7 @@ def _statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
     """Returns the statistics of msattn, none of vLLM's own attention; ``clear`` forgets them."""
     from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 
-    if KEY not in llm.llm_engine.vllm_config.additional_config:
+    if SECTION not in llm.llm_engine.vllm_config.additional_config:
         return {}
     return llm.collective_rpc(clear_stats if clear else stats)[0] or {}
 

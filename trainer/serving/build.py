@@ -1,7 +1,8 @@
 """Construction of the sparse attention of a model, for whatever engine runs it: transformers or vLLM."""
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,13 +15,11 @@ from msattn.trainer.config.select import select_config
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.budgets import KeyShare, Probes
-from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
-from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads
+from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads, num_layers
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
@@ -28,13 +27,14 @@ from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.dispatch import Dispatch
 from msattn.trainer.serving.loading import check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
-from msattn.trainer.serving.reads import Reads, reads_of
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")  # options that only a router uses
 
 
 class ModelInfo(NamedTuple):
@@ -52,7 +52,7 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     gate, qmodel, config = options.gate, options.qmodel, model.config
     require(model.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
-    router = load_router(qmodel) if isinstance(qmodel, str | Path) else qmodel
+    router = load_router(qmodel, config) if isinstance(qmodel, str | Path) else qmodel
     selection, chosen = _selection(options, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
@@ -62,29 +62,39 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     for artifact in saved:
         if warning := artifacts.check_model(artifact.manifest, identity, strict=options.strict):
             _warn_once(warning)
-    if isinstance(router, QModel) and router.routing_warning:
+    if router is not None and router.routing_warning:
         _warn_once(router.routing_warning)
     if selection is not None:
         check_selection(selection, config)
-    reads = reads_of(router, options, config)
+    given = {name: getattr(options, name) for name in DECODING}
+    if router is None:
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
+    decoding = None if router is None else _decoding(router, given, config)
     shard = model.shard()
     if shard.ranks > 1:
         selection = selection if gate is None else _selection_of_rank(chosen, gate.shard(shard))
         router = None if router is None else router.shard(shard)
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
-    statistics = Statistics(PhaseTimer(device) if options.measure_time else None, reads=group if options.independent else 1)
+    statistics = Statistics(
+        PhaseTimer(device) if options.measure_time else None, reads_per_head=group if options.independent else 1
+    )
     routed, below = None, options.dense_below
-    if router is not None and reads is not None:
-        if reads.budget == Probes(router.num_buckets) and options.probes is options.keys is None:
+    if router is not None and decoding is not None:
+        if decoding["budget"] == Probes(router.num_buckets) and options.probes is options.keys is None:
             _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
         routed = RoutedDecoding(
-            router=router, **reads._asdict(), independent=options.independent, measure_recall=options.measure_recall,
-            routed_from=_break_even(model, router, reads, device) if below is None else lambda batch: below,
+            router=router, **decoding, independent=options.independent, measure_recall=options.measure_recall,
             statistics=statistics,
         )  # fmt: skip
+    if below is None:
+        dispatch = Dispatch(selection, routed, _prompt_break_even(chosen, device), _break_even(model, routed, device))
+    else:
+        dispatch = Dispatch(selection, routed, below, lambda batch: below)
     return Sparse(
-        Dispatch(selection, routed, _prompt_break_even(chosen, device) if below is None else below),
+        dispatch,
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
@@ -138,14 +148,23 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
     return prefill_break_even(select.sparsity, device)
 
 
-def _break_even(model: ModelInfo, router: Router, reads: Reads, device: torch.device) -> Callable[[int], int]:
+def _decoding(router: Router, given: Mapping[str, Any], config: "PreTrainedConfig") -> dict[str, Any]:
+    """Returns the budget of a router, the numbers of first and last keys that are read besides, and the dense layers.
+
+    Raises UserError for a budget that the router cannot serve, a number that is out of range, or a router for another model.
+    """
+    router.check_model(config)
+    numbers, layers = router.numbers(given), num_layers(config)
+    ok = max(numbers["dense_layers"], default=0) < layers
+    require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
+    budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
+    return {"budget": budget, **numbers}
+
+
+def _break_even(model: ModelInfo, routed: RoutedDecoding | None, device: torch.device) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
-    config, window, budget = model.config, reads.recent + reads.sink, reads.budget
+    if routed is None:
+        return lambda batch: sys.maxsize
+    config, (keys, share) = model.config, routed.router.mean_reads(routed.budget)
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-    if isinstance(budget, KeyShare):
-        share = budget.share
-    elif isinstance(router, DecodeGate):  # as many keys at every length
-        window, share = window + budget.most * router.block_size, 0.0
-    else:
-        share = budget.most / router.num_buckets
-    return cache(partial(decoding_break_even, device, key_bytes, window, share))
+    return cache(partial(decoding_break_even, device, key_bytes, routed.recent + routed.sink + keys, share))

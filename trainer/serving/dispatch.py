@@ -5,58 +5,75 @@ new token, or over a few as in the verification of a draft, reads the dense wind
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.serving.routed import RoutedDecoding
 
-
-class Way(StrEnum):
-    """Ways to compute attention; the dense ones but the first are counted under their values."""
-
-    DENSE = "dense"
-    DENSE_BY_CHOICE = "dense_by_choice"
-    DENSE_FALLBACK = "dense_fallbacks"
-    BLOCKS = "blocks"
-    BUCKETS = "buckets"
+BY_CHOICE, FALLBACK = "dense_by_choice", "dense_fallbacks"  # names under which dense passes are counted
+INT32_MAX = torch.iinfo(torch.int32).max
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides by lengths how the attention of a layer is computed."""
+    """Decides by lengths how the attention of a layer is computed.
+
+    Decisions are what attends, or None and the name under which the dense pass is counted, if at all.
+    """
 
     selection: Selection | None
     routed: RoutedDecoding | None
     dense_below: int  # number of keys below which prompts are dense, because that is faster
+    routed_from: Callable[[int], int]  # number of keys from which the new tokens of so many sequences read buckets
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Returns whether the tokens of a pass are served together as a prompt, rather than each as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
-    def of_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Way:
-        """Returns the way of a prompt, or of a chunk after which it ``ends``.
+    def of_prompt(
+        self, queries: int, keys: int, *, known: bool = True, ends: bool = True
+    ) -> tuple[Selection | None, str | None]:
+        """Decides for a prompt, or for a chunk after which it ``ends``.
 
         ``known`` says whether a gate has what it needs of cached keys.
         """
         if self.selection is None:
-            return Way.DENSE
+            return None, None
         if keys < self.dense_below or (ends and queries <= self.selection.always.dense_queries):
-            return Way.DENSE_BY_CHOICE
-        return Way.BLOCKS if known or self.selection.gate is None else Way.DENSE_FALLBACK
+            return None, BY_CHOICE
+        return (self.selection, None) if known or self.selection.gate is None else (None, FALLBACK)
 
-    def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Way:
-        """Returns the way of new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
+    def of_tokens(
+        self, layer: int, keys: int | None, batch: int, *, known: bool = True
+    ) -> tuple[RoutedDecoding | None, str | None]:
+        """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
 
         It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
         if self.routed is None or layer not in self.routed.layers:
-            return Way.DENSE
-        if keys is not None and keys < self.routed_from(batch):
-            return Way.DENSE_BY_CHOICE
-        return Way.BUCKETS if known else Way.DENSE_FALLBACK
+            return None, None
+        if keys is not None and self.dense_for(keys, batch):
+            return None, BY_CHOICE
+        return (self.routed, None) if known else (None, FALLBACK)
 
-    def routed_from(self, batch: int) -> int:
-        """Returns the number of keys from which new tokens read buckets."""
-        return self.routed.routed_from(batch) if self.routed is not None and self.routed.layers else sys.maxsize
+    def dense_for(self, keys: int, batch: int) -> int:
+        """Returns for how many more keys of each sequence new tokens stay dense, after ``keys``; 0: they read buckets."""
+        routed = self.routed is not None and self.routed.layers
+        return max(0, self.routed_from(batch) - keys) if routed else sys.maxsize
+
+    def short_rows(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
+        """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.
+
+        Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``. Short ones get a window of all
+        keys, so that each sequence is read as it would be alone.
+        """
+        shortest = self.routed_from(batch)
+        if shortest <= 1:
+            return None
+        return (keys if padding is None else keys - padding) < min(shortest, INT32_MAX)

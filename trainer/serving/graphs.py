@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 class Step:
     """The tensors of a step, at fixed addresses, and its graph once it is captured."""
 
-    def __init__(self, key: tuple, inputs: dict[str, Tensor], *, routed: bool, padded: bool) -> None:
+    def __init__(self, signature: tuple, inputs: dict[str, Tensor], *, dense: bool, padded: bool) -> None:
         first = next(iter(inputs.values()))
         batch, device = len(first), first.device
-        self.key, self.routed, self.batch = key, routed, batch  # another key needs another step
+        self.signature, self.dense, self.batch = signature, dense, batch  # another signature needs another step
         with torch.inference_mode(False):
             self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
             self.position = torch.zeros(1, dtype=torch.int64, device=device)  # cache index of the new token

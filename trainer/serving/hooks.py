@@ -6,18 +6,15 @@ from inspect import signature
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
-from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.stand_ins import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
-from msattn.trainer.serving.cache.install import install_layers, partition_of
+from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer
 from msattn.trainer.serving.inputs import check_held, check_inputs, check_memory
 from msattn.trainer.serving.sparse import Sparse
@@ -141,15 +138,6 @@ class DecoderHooks(NotCopied):
         """Raises UserError if the buckets of ``cache`` belong to another partition."""
         if self.sparse.routed is None:
             return
-        partition = partition_of(self.sparse.routed.router)
-        if not all(_same_partition(layer.partition, partition) for layer in cache.layers if isinstance(layer, BucketLayer)):
+        assigner = self.sparse.routed.router.assigner
+        if not all(layer.partition.assigns_like(assigner) for layer in cache.layers if isinstance(layer, BucketLayer)):
             raise UserError("past_key_values: its buckets were made with another k-means or router than the one attached now")
-
-
-def _same_partition(a: Any, b: Any) -> bool:
-    """Returns whether two partitions assign each key to the same bucket, and summarize buckets alike."""
-    if isinstance(a, KMeans) and isinstance(b, KMeans):
-        return a is b or (a.rope == b.rope and torch.equal(a.centroids, b.centroids))
-    if isinstance(a, DecodeGate) and isinstance(b, DecodeGate):  # summaries are made with their weights
-        return a is b or (a.cfg == b.cfg and all(map(torch.equal, a.state_dict().values(), b.state_dict().values())))
-    return a is b

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GATE = "a gate of phase prefill, or the folder or Hub id of one"
 SELECT = "a name, a dictionary, a SelectConfig or a Selection"
-QMODEL = "a query classifier, a decode gate, a k-means or another Router, or the folder or Hub id of an artifact"
+QMODEL = "a query classifier, a decode gate, a k-means or another Router, its name, or the folder or Hub id of an artifact"
 Switch = Annotated[Flag, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)]
 
 
@@ -55,7 +55,8 @@ class ArtifactOptions(ReadOptions):
     )
     qmodel: Annotated[Router | str | Path | None, Instance(QMODEL)] = key(
         "the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without "
-        "training, such as ``QuestBlocks``. New tokens read the dense window and ``probes`` buckets, of decode gates blocks.",
+        "training by its name (``quest``; a folder of that name is ``./quest``) or as an object. New tokens read the dense "
+        "window and ``probes`` buckets, of decode gates blocks.",
         default=None,
     )
 

@@ -16,13 +16,15 @@ from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyShare
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
 from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
-from msattn.trainer.serving.dispatch import Dispatch, Way
+from msattn.trainer.serving.dispatch import Dispatch
+from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another wa
 PAGE_SIZE = 256
 CACHE_SHARE_OF_MEMORY = 0.8  # of the free memory, by default: buckets and pooled keys lie beside the cache
 DENSE_BLOCK_SIZE = 64  # of passes without a block mask
-INT32_MAX = torch.iinfo(torch.int32).max
 
 
 def batching_config(**options: Any) -> "ContinuousBatchingConfig":
@@ -62,9 +63,9 @@ class PagedAttention:
     CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
     """
 
-    def __init__(self, ways: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
-        self.ways, self.statistics, self.rotation = ways, statistics, rotation
-        self.selection, self.routed = ways.selection, ways.routed
+    def __init__(self, dispatch: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
+        self.dispatch, self.statistics, self.rotation = dispatch, statistics, rotation
+        self.selection, self.routed = dispatch.selection, dispatch.routed
         self.gate = None if self.selection is None else self.selection.gate
         self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
@@ -118,12 +119,12 @@ class PagedAttention:
         """Returns a pass; takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
         if current.state.pooled:  # not before the pass has computed them
             current.state.mark_pooled(current.pages, current.offsets // current.state.block_size, pooled=False)
-        rows, sizes, short = current.decoded, current.state.sizes, False
+        rows, sizes, dense = current.decoded, current.state.sizes, False
         if self.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
-            short = rows.longest is not None and rows.longest < self.ways.routed_from(len(rows.kv_len))  # for buckets
-            self.statistics.add_visible(keys, all_read=short)
-        if sizes is not None and rows is not None and not short:
+            dense = rows.longest is not None and self.dispatch.dense_for(rows.longest, len(rows.kv_len)) > 0
+            self.statistics.add_visible(keys, all_read=dense)
+        if sizes is not None and rows is not None and not dense:
             rows.counted = sizes.begin(rows.table, rows.kv_len)
         elif sizes is not None:
             sizes.forget()
@@ -174,22 +175,23 @@ class PagedAttention:
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
         cache = PagedKeys(*current.state.pages(x.layer), rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
-        way = self.ways.of_tokens(x.layer, rows.longest, len(rows.kv_len))
-        if way is not Way.BUCKETS or self.routed is None:
-            if way is not Way.DENSE:
-                self.statistics.count(way)
+        routed, counted = self.dispatch.of_tokens(x.layer, rows.longest, len(rows.kv_len))
+        if routed is None:
+            if counted is not None:
+                self.statistics.count(counted)
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(current.state)[: len(q)]
         if rows.window is None:
-            rows.window = self._window(rows)
+            short = self.dispatch.short_rows(len(rows.kv_len), rows.kv_len)
+            rows.window = whole_window(routed.recent, rows.kv_len, short)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
         buckets = current.state.buckets[x.layer]
         sizes = partial(self._sizes, current.state, x.layer, rows)
-        probes = self.routed.router.visit(queries, self.routed.budget, sizes)
+        probes = routed.router.visit(queries, routed.budget, sizes)
         return paged_bucket_decode(
-            q, cache, buckets, probes, recent=rows.window, sink=self.routed.sink, counts=counts, **scores
+            q, cache, buckets, probes, recent=rows.window, sink=routed.sink, counts=counts, **scores
         ).out.squeeze(2)
 
     def _sizes(self, state: PagedState, layer: int, rows: Sequences) -> Tensor:
@@ -214,7 +216,9 @@ class PagedAttention:
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         elif self.selection is not None:
             for item in prompts.items:
-                self.statistics.count(self._way(current.state, item))
+                _, counted = self._decided(current.state, item)
+                assert counted is not None
+                self.statistics.count(counted)
                 self.statistics.add_dense(x.layer)
         cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
@@ -222,14 +226,14 @@ class PagedAttention:
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
-    def _way(self, state: PagedState, item: PromptChunk) -> Way:
-        """Returns the way of a sequence with several new tokens; keys that are not pooled yet are new, or can be recovered."""
+    def _decided(self, state: PagedState, item: PromptChunk) -> tuple[Selection | None, str | None]:
+        """Decides for a sequence with several new tokens; keys that are not pooled yet are new, or can be recovered."""
         recovered = self.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
-        return self.ways.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
+        return self.dispatch.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
-        return self._way(state, item) is Way.BLOCKS
+        return self._decided(state, item)[0] is not None
 
     def _sequence(self, x: LayerInputs, current: PagedPass, item: PromptChunk) -> LayerInputs:
         """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
@@ -247,15 +251,6 @@ class PagedAttention:
             k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
         return replace(sequence, k=k, v=v)
 
-    def _window(self, rows: Sequences) -> int | Tensor:
-        """Returns the length of the dense window of each sequence, which holds all keys of those that are too short."""
-        assert self.routed is not None
-        least = self.ways.routed_from(len(rows.kv_len))
-        if least <= 1:
-            return self.routed.recent
-        recent = torch.full_like(rows.kv_len, min(self.routed.recent, INT32_MAX))
-        return torch.where(rows.kv_len < min(least, INT32_MAX), rows.kv_len, recent)
-
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:
             if cache not in self._states:
@@ -272,7 +267,8 @@ class PagedAttention:
         routed, gate, counted = self.routed, None if self.gate is None else self.gate.cfg, 0
         if routed is not None and isinstance(routed.budget, KeyShare):
             counted = routed.router.num_buckets
-        of_layers = {"routed": () if routed is None else routed.layers, "gated": served_layers(config)}
+        with_buckets = () if routed is None else routed.layers
+        of_layers = {"bucket_layers": with_buckets, "gated_layers": served_layers(config)}
         return {**of_layers, "gate": gate, "requests": requests, "counted": counted}
 
     def _counter(self, state: PagedState) -> Tensor:

@@ -52,16 +52,16 @@ class PromptGraphs(NotCopied):
         ``state`` is what a graph has fixed of the model.
         """
         kinds = tuple((type(layer), layer.max_cache_len) for layer in cache.layers)
-        key = (tuple((name, x.shape, x.dtype) for name, x in inputs.items()), kinds, state)
+        signature = (tuple((name, x.shape, x.dtype) for name, x in inputs.items()), kinds, state)
         with self._lock:
-            seen, graph = key in self._graphs, self._graphs.pop(key, None)
-            self._graphs[key] = graph
+            seen, graph = signature in self._graphs, self._graphs.pop(signature, None)
+            self._graphs[signature] = graph
             if not seen:
                 if len(self._graphs) > MAX_GRAPHS:
                     self._graphs.popitem(last=False)
                 return None
             if graph is None:
-                graph = self._graphs[key] = PromptGraph(inputs, cache, self.statistics)
+                graph = self._graphs[signature] = PromptGraph(inputs, cache, self.statistics)
                 return None if uncapturable(self.decoder) else graph.begin(inputs, cache, launch)
             return graph.replay(inputs, cache)
 

@@ -9,7 +9,6 @@
         out = decode_attention(x, visited, window=layer.window(recent), sink=sink).out
 """
 
-from collections.abc import Callable
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -39,7 +38,6 @@ class RoutedDecoding:
     sink: int
     dense_layers: InitVar[tuple[int, ...]]
     independent: bool = False  # each query head visits buckets of its own; otherwise a query group shares them
-    routed_from: Callable[[int], int]  # number of keys from which the new tokens of so many sequences read buckets
     measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
     statistics: Statistics
 
@@ -47,43 +45,37 @@ class RoutedDecoding:
         self.layers = frozenset(self.router.layers) - frozenset(dense_layers)
         self.rebuild_every = max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))  # the dense window holds the keys until then
 
-    def attend(self, x: LayerInputs, layer: BucketLayer) -> Tensor:
+    def attend(self, x: LayerInputs, layer: BucketLayer, short: Tensor | None = None) -> Tensor:
         """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
 
-        Several tokens of a sequence become a batch of queries over its keys.
+        Sequences that are ``short``, bool ``[B]``, read every key. Several tokens of one become a batch of queries over its
+        keys.
         """
-        short = self._short_rows(x)
         if x.num_queries == 1:
-            return self._attend(x, _whole_window(x, layer.window(self.recent), short))
+            return self._attend(x, whole_window(layer.window(self.recent), x.num_keys, short))
         rows = []
         for row in range(len(x.q)):
             queries = queries_as_batch(x, row)
             assert queries.kv_len is not None
             window = (queries.kv_len - layer.indexed).clamp(min=self.recent)
-            window = _whole_window(queries, window, None if short is None else short[row])
+            window = whole_window(window, queries.kv_len, None if short is None else short[row])
             rows.append(self._attend(queries, window).squeeze(2).transpose(0, 1))  # [Hq, N, D]
         return torch.stack(rows)
 
     def _attend(self, x: LayerInputs, window: int | Tensor) -> Tensor:
-        visited, state = self._read(x, window)
+        visited, state = self._visit(x, window)
         self.statistics.add_visible(visible_keys(x))
         if self.measure_recall:
             dense = decode_attention(x, visited[:, : x.k.shape[1], :0], window=x.num_keys, sink=0)
             self.statistics.add("decode_recall", attention_recall(state.lse, dense.lse))
         return state.out
 
-    def attend_step(self, x: LayerInputs, window: Tensor) -> Tensor:
-        """Returns the attention of one new token of each sequence, ``[B, Hq, 1, D]``, and reads no value back."""
-        return self._read(x, _whole_window(x, window, self._short_rows(x)))[1].out
+    def attend_step(self, x: LayerInputs, window: Tensor, short: Tensor | None) -> Tensor:
+        """Returns the attention of one new token of each sequence, as :meth:`attend`, and reads no value back."""
+        assert x.kv_len is not None
+        return self._visit(x, whole_window(window, x.kv_len, short))[1].out
 
-    def _short_rows(self, x: LayerInputs) -> Tensor | None:
-        """Returns whether each sequence, without its padding, is too short for buckets, bool ``[B]``; None if none is."""
-        least = self.routed_from(len(x.q))
-        if x.kv_start is None or least <= 1:
-            return None
-        return (x.num_keys if x.kv_len is None else x.kv_len) - x.kv_start < least
-
-    def _read(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
+    def _visit(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
         with self.statistics.timed("selection"):
             sizes = partial(_bucket_sizes, x)
@@ -99,9 +91,9 @@ def _bucket_sizes(x: LayerInputs) -> Tensor:
     return x.cache.sizes.expand(len(x.q), -1, -1)
 
 
-def _whole_window(x: LayerInputs, window: int | Tensor, short: Tensor | None) -> int | Tensor:
-    """Returns ``window``, or all keys where a sequence is ``short``, so that it is read as it would be alone."""
-    return window if short is None else torch.where(short, x.num_keys if x.kv_len is None else x.kv_len, window).int()
+def whole_window(window: int | Tensor, keys: int | Tensor, short: Tensor | None) -> int | Tensor:
+    """Returns the length of the dense window: ``window``, or all ``keys`` of sequences that are ``short``."""
+    return window if short is None else torch.where(short, keys, window).int()
 
 
 def visible_keys(x: LayerInputs) -> Tensor | int:

@@ -13,7 +13,7 @@ from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.cache.passes import PagedPass
-from msattn.trainer.serving.dispatch import Dispatch, Way
+from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch
 from msattn.trainer.serving.paged import PagedAttention, batching_config
 from msattn.trainer.serving.routed import visible_keys
 from msattn.trainer.serving.statistics import SparseStats, Statistics
@@ -21,22 +21,22 @@ from msattn.trainer.serving.statistics import SparseStats, Statistics
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-COUNTED = ("dense_fallbacks", "dense_by_choice", "graph_steps", "eager_steps")
+COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
 
 
 class Sparse(NotCopied):
     """Sparse attention of an attached model, with statistics; created by :func:`msattn.trainer.serving.attach.attach`."""
 
     def __init__(
-        self, ways: Dispatch, statistics: Statistics, *, rotation: Rotation | None, kv_heads: int, measure_recall: bool
+        self, dispatch: Dispatch, statistics: Statistics, *, rotation: Rotation | None, kv_heads: int, measure_recall: bool
     ) -> None:
-        self.ways, self.statistics = ways, statistics
-        self.selection, self.routed = ways.selection, ways.routed
+        self.dispatch, self.statistics = dispatch, statistics
+        self.selection, self.routed = dispatch.selection, dispatch.routed
         self.rotation, self.measure_recall = rotation, measure_recall
         self.kv_heads = kv_heads  # of this rank
         self.gate = None if self.selection is None else self.selection.gate
         self.routed_layers: frozenset[int] = frozenset() if self.routed is None else self.routed.layers
-        self.paged = PagedAttention(ways, statistics, rotation)
+        self.paged = PagedAttention(dispatch, statistics, rotation)
 
     def stats(self) -> SparseStats:
         """Returns statistics since the context began, as means over layers and passes; None where there was no such pass.
@@ -101,19 +101,22 @@ class Sparse(NotCopied):
                 return self.attend(x)
         if isinstance(x.cache, PagedPass):
             return self.paged.attend(x)
-        pays = x.num_keys >= self.ways.routed_from(len(x.q))
+        dense = self.dispatch.dense_for(x.num_keys, len(x.q)) > 0
         # Also of prompts: the keys get their buckets now, while those before RoPE are at hand.
-        layer = self._bucket_layer(x) if pays or self.rotation is None else None
-        if self.ways.is_prompt(x.num_queries, x.num_keys):
+        layer = None if dense and self.rotation is not None else self._bucket_layer(x)
+        if self.dispatch.is_prompt(x.num_queries, x.num_keys):
             return self._prompt(x)
         known = layer is not None and not x.q.requires_grad  # attention over buckets has no gradient
-        way = self.ways.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
-        if way is Way.BUCKETS and self.routed is not None and layer is not None:
-            return self.routed.attend(x, layer)
-        if way is not Way.DENSE:
-            self.statistics.count(way)
+        routed, counted = self.dispatch.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
+        if routed is not None and layer is not None:
+            return routed.attend(x, layer, self._short_rows(x, x.num_keys))
+        if counted is not None:
+            self.statistics.count(counted)
             self.statistics.add_visible(visible_keys(x), all_read=True)
         return self._dense_attention(x)
+
+    def _short_rows(self, x: LayerInputs, keys: int | Tensor | None) -> Tensor | None:
+        return None if x.kv_start is None or keys is None else self.dispatch.short_rows(len(x.q), keys, x.kv_start)
 
     def _dense_attention(self, x: LayerInputs) -> Tensor:
         with self.statistics.timed("attention"):
@@ -123,14 +126,13 @@ class Sparse(NotCopied):
 
     def _prompt(self, x: LayerInputs) -> Tensor:
         """Returns the attention of tokens that are read together."""
-        way, prompt = self.ways.of_prompt(x.num_queries, x.num_keys), None
-        if way is Way.BLOCKS:
-            prompt = self._with_pooled_keys(x)
-            way = self.ways.of_prompt(x.num_queries, x.num_keys, known=prompt is not None)
-        if prompt is not None and self.selection is not None:
-            return self._selected_attention(prompt, self.selection)
-        if way is not Way.DENSE:
-            self.statistics.count(way)
+        selection, counted = self.dispatch.of_prompt(x.num_queries, x.num_keys)
+        if selection is not None:
+            if (prompt := self._with_pooled_keys(x)) is not None:
+                return self._selected_attention(prompt, selection)
+            _, counted = self.dispatch.of_prompt(x.num_queries, x.num_keys, known=False)
+        if counted is not None:
+            self.statistics.count(counted)
             self.statistics.add_dense(x.layer)
         return self._dense_attention(x)
 
@@ -182,8 +184,9 @@ class Sparse(NotCopied):
         indexed = min((layer.indexed for layer in self.bucket_layers(cache)), default=num_keys)
         return max(0 if self.routed is None else self.routed.recent, num_keys - indexed)
 
-    def attend_step(self, x: LayerInputs, window: Tensor, *, routed: bool) -> Tensor:
+    def attend_step(self, x: LayerInputs, window: Tensor, *, dense: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
-        if routed and self.routed is not None and self.ways.of_tokens(x.layer, None, len(x.q)) is Way.BUCKETS:
-            return self.routed.attend_step(x, window)
-        return decoded_attention(x).out
+        routed = None if dense else self.dispatch.of_tokens(x.layer, None, len(x.q))[0]
+        if routed is None:
+            return decoded_attention(x).out
+        return routed.attend_step(x, window, self._short_rows(x, x.kv_len))

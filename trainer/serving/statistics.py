@@ -35,12 +35,12 @@ class Statistics:
     """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
 
     Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. For one token
-    a key/value head is read ``reads`` times: for each query head of a group if they choose by themselves. With a ``timer``, the
-    time of each phase is measured, too.
+    a key/value head is read ``reads_per_head`` times: for each query head of a group if they choose by themselves. With a
+    ``timer``, the time of each phase is measured, too.
     """
 
-    def __init__(self, timer: PhaseTimer | None = None, reads: int = 1) -> None:
-        self.timer, self._reads = timer, reads
+    def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
+        self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
         self._sums: Counter[Name] = Counter()
         self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # of the values on a device: fp64 scalars at fixed addresses
@@ -116,12 +116,12 @@ class Statistics:
 
     def key_counts(self, x: Tensor) -> Tensor:
         """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64 ``[B, Hkv]``, at a fixed address."""
-        key = (x.device, *x.shape[:2])
+        kind = (x.device, *x.shape[:2])
         with self._lock:
-            if key not in self._key_counts:
+            if kind not in self._key_counts:
                 with torch.inference_mode(False):
-                    self._key_counts[key] = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-            return self._key_counts[key]
+                    self._key_counts[kind] = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+            return self._key_counts[kind]
 
     def add_visible(self, keys: Tensor | int, *, all_read: bool = False) -> None:
         """Adds a number of keys that were visible to decoded tokens; ``all_read`` in a dense pass.
@@ -130,16 +130,16 @@ class Statistics:
         """
         with self._lock:
             if not isinstance(keys, Tensor):
-                self._visible += keys * self._reads
-                self._read_densely += keys * self._reads * all_read
+                self._visible += keys * self._reads_per_head
+                self._read_densely += keys * self._reads_per_head * all_read
                 return
             if keys.device not in self._on_device:
                 with torch.inference_mode(False):
                     self._on_device[keys.device] = torch.zeros(2, dtype=torch.int64, device=keys.device)
             visible, read = self._on_device[keys.device]
-            visible += keys * self._reads
+            visible += keys * self._reads_per_head
             if all_read:
-                read += keys * self._reads
+                read += keys * self._reads_per_head
 
     def share_of_keys(self) -> float | None:
         """Returns the keys that decoding read over the visible ones, or None if there are none."""

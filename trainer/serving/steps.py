@@ -27,6 +27,7 @@ from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.stand_ins import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, TAP, LayerInputs, left_padding
 from msattn.trainer.serving.cache.layers import GrowingLayer
+from msattn.trainer.serving.dispatch import BY_CHOICE
 from msattn.trainer.serving.fused import fused
 from msattn.trainer.serving.graphs import (
     Step,
@@ -142,8 +143,8 @@ class DecodingSteps(NotCopied):
         for layer in cache.layers:
             layer.add_tokens()
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
-        if not step.routed:
-            self.sparse.statistics.count("dense_by_choice", len(self.sparse.routed_layers))
+        if step.dense:
+            self.sparse.statistics.count(BY_CHOICE, len(self.sparse.routed_layers))
         return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=cache)
 
     def _check(self, arguments: dict[str, Any]) -> None:
@@ -166,27 +167,25 @@ class DecodingSteps(NotCopied):
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, routed_from = cache.layers, self.sparse.ways.routed_from(len(_tokens(inputs)))
-        routed = length + 1 >= routed_from
-        indexed = self.sparse.bucket_layers(cache) if routed else []
+        layers, dense_for = cache.layers, self.sparse.dispatch.dense_for(length + 1, len(_tokens(inputs)))
+        indexed = [] if dense_for else self.sparse.bucket_layers(cache)
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
         for layer in layers:
             layer.reserve_token()
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
-        key = (shapes, routed, bool(padding), self._model_state(), tuple(layer.addresses() for layer in layers))
-        if step is None or step.key != key:
-            step = self._steps[cache] = Step(key, inputs, routed=routed, padded=bool(padding))
+        addresses = tuple(layer.addresses() for layer in layers)
+        signature = (shapes, dense_for > 0, bool(padding), self._model_state(), addresses)
+        if step is None or step.signature != signature:
+            step = self._steps[cache] = Step(signature, inputs, dense=dense_for > 0, padded=bool(padding))
         room = min(layer.key_buffer.capacity for layer in layers) - length
-        until_routed = room if routed else routed_from - 1 - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
-        step.lasts(min(room, until_routed, *until_rebuild), buffers_of(cache))
+        step.lasts(min(room, dense_for or room, *until_rebuild), buffers_of(cache))
         return step
 
     def _model_state(self) -> tuple:
         """Returns the state of the model that a captured graph depends on: addresses of weights, mode, adapters and hooks."""
-        router: Any = None if self.sparse.routed is None else self.sparse.routed.router
-        modules: list[Any] = [self.decoder, *([router] if isinstance(router, nn.Module) else [])]
+        modules = [self.decoder, *([] if self.sparse.routed is None else [self.sparse.routed.router])]
         addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
         tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
         adapters = [
@@ -205,7 +204,7 @@ class DecodingSteps(NotCopied):
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
         visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.statistics.add_visible(visible * len(self.sparse.routed_layers), all_read=not step.routed)
+        self.sparse.statistics.add_visible(visible * len(self.sparse.routed_layers), all_read=step.dense)
         return hidden
 
     def _launch(self, step: Step, arguments: dict[str, Any]) -> Tensor:
@@ -323,7 +322,7 @@ class FusedAttention(NotCopied):
             out = self.steps.sparse.attend(x)
         else:
             x = LayerInputs(self.layer, q, keys, values, *of_layer, step.kv_start, cache_layer, kv_len=step.kv_len)
-            out = self.steps.sparse.attend_step(x, step.window, routed=step.routed)
+            out = self.steps.sparse.attend_step(x, step.window, dense=step.dense)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
     def _is_fusable(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -15,9 +15,10 @@ from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares, share_curve
-from msattn.trainer.evaluate.compared import add_routers, without_routers
+from msattn.trainer.evaluate.compared import add_routers
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
+from msattn.trainer.evaluate.tasks.analysis.partitions import with_k_means
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
@@ -61,7 +62,7 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     calibration.calibrate_routers(found, cfg, loaded)
     assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
-    assert [str(each.method) for each in without_routers(found).bucket_routings] == [], "their blocks are no partition"
+    assert [str(each.method) for each in with_k_means(found).bucket_routings] == [], "their blocks are no partition"
     rows = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
     by_name = {(row.task, str(row.method), row.setting): row for row in rows}
     assert len(rows) == len(by_name)

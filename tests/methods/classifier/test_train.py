@@ -25,6 +25,7 @@ from msattn.trainer.config import (
     TrainQModelConfig,
 )
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier import fit_kmeans as fit_kmeans_module
 from msattn.trainer.methods.classifier import targets
 from msattn.trainer.methods.classifier.distillation import Distiller
@@ -33,7 +34,6 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
 from msattn.trainer.methods.classifier.train import train_qmodel
-from msattn.trainer.methods.key_thresholds import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_architecture, tiny_model
 from tests.jobs import Job

@@ -14,18 +14,17 @@ from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.gate import query_maps
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
-from msattn.trainer.methods.key_blocks import only_far
-from msattn.trainer.methods.key_thresholds import KeyThresholds, calibrate_keys
+from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import QMODEL
-from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.test_attn_gate import FUNCTIONS
 
@@ -118,7 +117,7 @@ def test_padding_does_not_change_scores() -> None:
 
 def test_rows_without_a_far_block_read_none() -> None:
     gate = random_decode_gate()
-    scores = only_far(torch.zeros(2, 1, 3), torch.tensor([0, 20]), BLOCK)
+    scores = gate.only_far(torch.zeros(2, 1, 3), torch.tensor([0, 20]))
     probabilities = gate.probabilities(scores)
     assert probabilities.tolist() == [[[0, 0, 0]], [[0.5, 0.5, 0]]]
     densities = bucket_densities(probabilities, torch.full((2, 1, 3), BLOCK))
@@ -230,7 +229,7 @@ def test_an_artifact_is_loaded(tmp_path: Path) -> None:
     gate = random_decode_gate(config(hidden=8, k_pool=["max", "min", "avg"]))
     gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
     folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
-    for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path)):
+    for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path, tiny_config())):
         assert isinstance(loaded, DecodeGate)
         assert loaded.artifact is not None
         assert (loaded.cfg, loaded.thresholds, loaded.num_buckets) == (gate.cfg, gate.thresholds, 16)
@@ -238,7 +237,7 @@ def test_an_artifact_is_loaded(tmp_path: Path) -> None:
         assert not any(weight.requires_grad for weight in loaded.parameters())
         for name, tensor in gate.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name])
-    assert serving_numbers(DecodeGate.load(folder), {}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
+    assert DecodeGate.load(folder).numbers({}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
     assert "SeerAttention decode gates" in (folder / "README.md").read_text()
     assert 'qmodel="path/or/hub-id"' in (folder / "README.md").read_text()
 

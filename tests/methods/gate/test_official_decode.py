@@ -16,7 +16,6 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.reads import serving_numbers
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, edited
 from tests.methods.gate.test_official import released as released_for_prefill
@@ -138,7 +137,7 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     gate = DecodeGate.load(tmp_path)
     assert gate.artifact is not None
     assert gate.artifact.manifest["model"]["id"] == "someone/base"
-    assert serving_numbers(gate, {}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
+    assert gate.numbers({}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
     model, ids = tiny_model("qwen3"), random_tokens(1, 200)
     with attach(model, qmodel=tmp_path, dense_below=0) as sparse:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)

@@ -28,7 +28,6 @@ from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.buckets import bucket_sizes
-from msattn.trainer.methods.key_blocks import BlockRouter, only_far
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
@@ -117,7 +116,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
         exact = routing.recent + routing.sink
         if length <= exact:
             raise UserError(f"eval.recall.length={length}: accepted is more than recent + sink = {exact} tokens")
-        least = routing.router.block_size - 1 if isinstance(routing.router, BlockRouter) else 0
+        least = routing.router.block_size - 1
         if routing.recent < least:
             # The block of the first key before the window would have keys after the query in its summary.
             raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
@@ -169,9 +168,7 @@ def bucket_recalls(
         scores, sizes = {method.method: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
         if first:
             mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
-            if isinstance(method.router, BlockRouter):
-                mass = only_far(mass, positions + 1 - method.recent, method.router.block_size)
-            scores[ORACLE_ROUTING] = mass
+            scores[ORACLE_ROUTING] = method.router.only_far(mass, positions + 1 - method.recent)
         for way, scores_of_buckets in scores.items():
             keys = cfg.eval.recall.keys if way == method.method and not variants else []
             for label, setting in method.settings(cfg.eval.recall.probes, keys):

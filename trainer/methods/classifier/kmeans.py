@@ -1,15 +1,18 @@
 """The k-means partition of the keys, which routes queries by their products with the centroids (SAAP, arXiv 2502.08246)."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.nearest_centroid import nearest_centroid
 from msattn.trainer import artifacts
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import BucketRouter, RouterDetails, layer_index
+from msattn.trainer.methods.buckets import BucketRouter, Router, RouterDetails, layer_index
+from msattn.trainer.models.families import check_shape, num_layers
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -52,6 +55,24 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
         own = KMeans(part.of(self.centroids, 1), self.layers, self.rope)
         own.artifact = self.artifact
         return own
+
+    def assigns_like(self, other: Router) -> bool:
+        same_kind = isinstance(other, KMeans) and self.rope == other.rope
+        return self is other or (same_kind and torch.equal(self.centroids, other.centroids))
+
+    def check_model(self, config: Any) -> None:
+        layers, centroids = self.layers, self.centroids
+        require(
+            centroids.ndim == 4 and centroids.numel() > 0 and centroids.dtype == torch.float32,
+            "qmodel.centroids",
+            f"{centroids.dtype} {list(centroids.shape)}",
+            "accepted is float32 [layers, key/value heads, buckets, size], none of them 0",
+        )
+        number = num_layers(config)
+        fits = len(layers) == len(centroids) == len({*layers} & {*range(number)})
+        require(fits, "qmodel.layers", layers, f"accepted are {len(centroids)} different layers from 0 to {number - 1}")
+        check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
+        super().check_model(config)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns the nearest centroid of each key."""

@@ -20,9 +20,9 @@ from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
-from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
+from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
-from msattn.trainer.methods.key_thresholds import KeyThresholds
+from msattn.trainer.models.families import check_shape, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -62,6 +62,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
     variance: Tensor
 
     method = Method("classifier", trained=True, style={"color": "#D55E00", "marker": "o"}, other_color="#F0A07C")
+    predicts_attention = True
 
     def __init__(self, partition: KMeans, num_heads: int, hidden: int, *, residual: bool = False, seed: int = 0) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         if num_heads % kv_heads:
             raise ValueError(f"num_heads={num_heads}: expected a multiple of the partition's {kv_heads} key/value heads")
         self.partition = partition
-        self.residual = residual
+        self.residual, self.rope = residual, partition.rope
         self.layers, self.num_buckets, self.kv_heads = partition.layers, num_buckets, kv_heads
         heads = (num_layers, num_heads)
         self.weight_in = nn.Parameter(torch.empty(*heads, head_dim, hidden))  # [layers, H, D, F]
@@ -84,7 +85,6 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             for weight in (self.weight_in, self.weight_out):
                 bound = weight.shape[-2] ** -0.5  # as in nn.Linear
                 nn.init.uniform_(weight[index], -bound, bound, generator)
-        self.thresholds: KeyThresholds | None = None
         self._folded: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     @classmethod
@@ -123,9 +123,15 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         return own.requires_grad_(False).eval()
 
     @property
-    def rope(self) -> bool:
-        """True if keys and queries are taken after RoPE."""
-        return self.partition.rope
+    def assigner(self) -> KMeans:
+        return self.partition
+
+    def check_model(self, config: Any) -> None:
+        self.partition.check_model(config)
+        heads = self.weight_in.shape[1]
+        if heads != num_kv_heads(config):
+            check_shape("qmodel", {"num_heads": heads}, config)
+        super().check_model(config)
 
     def forward(self, queries: Tensor) -> Tensor:
         """Returns the logits ``[layers, H, n, C]`` for queries ``[layers, H, n, D]``; batch norm is over n."""

@@ -24,12 +24,13 @@ from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.memory import free_memory, release_memory
 from msattn.trainer.methods.buckets import decode_defaults, decode_window, layer_index
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
-from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, KeyThresholds, calibrate_keys
+from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings

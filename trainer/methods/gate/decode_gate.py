@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import DecodeDefaults
+from msattn.trainer.methods.base import Method, check_finite
+from msattn.trainer.methods.buckets import DecodeDefaults, Router
+from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability, Probes
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, check_keys
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
-from msattn.trainer.methods.key_thresholds import KeyThresholds
+from msattn.trainer.models.families import check_shape
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
@@ -66,6 +68,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
 
     phase = "decode"
     method = Method("decode gate", trained=True, style={"color": "#0072B2", "marker": "o"})
+    predicts_attention = True
 
     def __init__(
         self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, num_blocks: int, finished_at: Finished = "first"
@@ -109,6 +112,29 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         """Returns the gates of a part of the heads, for tensor parallelism."""
         return self._part(part, num_blocks=self.num_buckets, finished_at=self.finished_at)
 
+    def assigns_like(self, other: Router) -> bool:
+        if self is other or not isinstance(other, DecodeGate):
+            return self is other
+        weights = self.state_dict().values(), other.state_dict().values()  # with which blocks are summarized
+        return self.cfg == other.cfg and all(map(torch.equal, *weights))
+
+    def check_model(self, config: Any) -> None:
+        check_shape("qmodel", self.model_shape(), config)
+        check_finite("qmodel", self)
+
+    def budget(self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None) -> Budget:
+        if threshold is not None:
+            return Probability(threshold, int(min(1 / threshold, self.num_buckets)))  # probabilities sum to 1
+        if keys is None or keys < 1:
+            return super().budget(probes=probes, keys=keys)
+        size, most = self.block_size, self.block_size * self.num_buckets
+        accepted = f"accepted are {size} (a block) to {most:,} keys, or a share of them"
+        require(size <= keys <= most, "keys", f"{keys:g}", accepted)
+        return Probes(int(keys) // size)
+
+    def mean_reads(self, budget: Budget) -> tuple[int, float]:
+        return super().mean_reads(budget) if isinstance(budget, KeyShare) else (budget.most * self.block_size, 0.0)
+
     def details(self) -> dict[str, Any]:
         return super().details() | {"num_blocks": self.num_buckets, "finished_at": self.finished_at}
 
@@ -149,10 +175,6 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         """Returns :meth:`scores` for each query head, which are those of its group: fp32 ``[B, Hq, P]``."""
         of_groups = self.scores(layer, summaries, q_nope, q, positions)
         return of_groups.repeat_interleave(q_nope.shape[1] // self.kv_heads, dim=1)
-
-    def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns the number of blocks that are visited with ``probes``, of ``far`` blocks: one for each probe."""
-        return probes.minimum(far)
 
     def _gate(self, layer: int) -> AttnGate:
         return cast(AttnGate, self.gates[layer])

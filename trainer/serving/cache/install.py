@@ -15,9 +15,9 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.key_blocks import BlockRouter
-from msattn.trainer.methods.untrained.routers.clusters import KeyClusters
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BlockLayer, BucketLayer, ClusterLayer, GrowingLayer
+
+LAYERS: dict[str, type[BucketLayer]] = {"buckets": BucketLayer, "blocks": BlockLayer, "clusters": ClusterLayer}
 
 
 def install_layers(
@@ -31,36 +31,23 @@ def install_layers(
 ) -> None:
     """Replaces the layers of a cache, with the tokens that they hold.
 
-    Routed ones that are not in ``dense_layers`` become :class:`BucketLayer` or, of a ``BlockRouter``, :class:`BlockLayer` or
-    :class:`ClusterLayer`, others :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError
-    for caches without the full context on the model's device.
+    Those of the router that are not in ``dense_layers`` become the one of ``LAYERS`` for its grouping of keys, others
+    :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches without the full
+    context on the model's device.
     """
     replaced = range(num_layers) if served is None else served
     check_cache(cache, replaced, num_layers)
-    routed = set() if router is None else set(router.layers) - set(dense_layers)
     cache.layers += [DynamicLayer() for _ in range(num_layers - len(cache.layers))]
     for number in replaced:
         held: Any = cache.layers[number]
-        fresh = _new_layer(router if number in routed else None, rebuild_every)
+        if router is None or number in dense_layers or number not in router.layers:
+            fresh = GrowingLayer()
+        else:
+            fresh = LAYERS[router.grouping](router.assigner, rebuild_every)
         if isinstance(held, type(fresh)):
             continue
         fresh.take_over(held)
         cache.layers[number] = fresh
-
-
-def _new_layer(router: Router | None, rebuild_every: int) -> GrowingLayer:
-    if router is None:
-        return GrowingLayer()
-    if isinstance(router, KeyClusters):
-        return ClusterLayer(router, rebuild_every)
-    if isinstance(router, BlockRouter):
-        return BlockLayer(router, rebuild_every)
-    return BucketLayer(partition_of(router), rebuild_every)
-
-
-def partition_of(router: Router) -> Any:
-    """Returns what gives keys their buckets: a QModel has a KMeans, other routers do it themselves."""
-    return getattr(router, "partition", router)
 
 
 def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:

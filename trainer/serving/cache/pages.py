@@ -37,8 +37,8 @@ class PagedState:
     """State of the slots of one cache, for passes of at most ``requests`` sequences.
 
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
-    ``routed`` layers get ``buckets``, int16 ``[P, page_size, Hkv]``. Layers that are ``gated`` by gates of configuration
-    ``gate`` keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
+    ``bucket_layers`` get ``buckets``, int16 ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers``
+    keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
     ``is_pooled``, bool ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer. With
     ``counted`` buckets, ``sizes`` keeps the numbers of keys in so many of them.
     """
@@ -47,9 +47,9 @@ class PagedState:
         self,
         caches: Mapping[int, tuple[Tensor, Tensor]],
         *,
-        routed: Iterable[int],
+        bucket_layers: Iterable[int],
         gate: GateConfig | None,
-        gated: Iterable[int],
+        gated_layers: Iterable[int],
         requests: int,
         counted: int = 0,
     ) -> None:
@@ -59,7 +59,7 @@ class PagedState:
         pages, self.page_size, self.kv_heads, size = keys.shape
         with torch.inference_mode(False):
             of_slots = {"size": keys.shape[:3], "dtype": torch.int16, "device": keys.device}
-            self.buckets = {layer: torch.zeros(**of_slots) for layer in routed}
+            self.buckets = {layer: torch.zeros(**of_slots) for layer in bucket_layers}
             self.sizes: BucketSizes | None = None
             if counted:
                 rows = (requests, self.kv_heads, counted, self.page_size)
@@ -68,7 +68,7 @@ class PagedState:
             if gate is not None:
                 blocks, width = self.page_size // gate.block_size, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
-                self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated}
+                self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
             self.last_pooled = max(self.pooled, default=-1)
 

@@ -11,7 +11,6 @@ import torch
 
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
 from msattn.trainer.models.stand_ins import replaced
@@ -179,13 +178,12 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     routed = sparse.routed
     if routed is None:
         return
-    router: Any = routed.router
-    if isinstance(router, BlockRouter):
+    if routed.router.grouping != "buckets":
         raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
     if routed.independent:
         raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
-    if router.num_buckets > MAX_BUCKETS:
-        raise UserError(f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {router.num_buckets:,}")
+    buckets = routed.router.num_buckets
+    require(buckets <= MAX_BUCKETS, "qmodel.num_buckets", buckets, f"{engine} takes up to {MAX_BUCKETS:,} buckets")
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:

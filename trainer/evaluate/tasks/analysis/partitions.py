@@ -1,7 +1,7 @@
 """k-means partitions for an analysis: those of the artifacts, and fitted ones of the other kind and of other sizes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,17 @@ class TrainingKeys:
     @property
     def count(self) -> int:
         return next(iter(self.before.values())).shape[1]
+
+
+def with_k_means(methods: Compared) -> Compared:
+    """Returns ``methods`` without the routings whose buckets are not those of a k-means, with the same notes."""
+    learned = [each for each in methods.bucket_routings if isinstance(each.router.assigner, KMeans)]
+    return replace(methods, bucket_routings=learned)
+
+
+def k_means(routings: list[ComparedRouting]) -> dict[bool, ComparedRouting]:
+    """Returns the first routing by a k-means alone before RoPE (False), and the first after RoPE (True)."""
+    return {each.router.rope: each for each in reversed(routings) if isinstance(each.router, KMeans)}
 
 
 def visit(loaded: Loaded, input_ids: Tensor, layers: list[int], see: Callable[[LayerInputs], object]) -> None:
@@ -127,7 +138,7 @@ def routings(job: Job, methods: Compared, keys: TrainingKeys) -> list[ComparedRo
     cfg, device = job.cfg, job.loaded.model.device
     main = num_buckets(cfg, methods)
     wanted = {BEFORE: (False, main), AFTER: (True, main)}
-    found = {routing.router.rope for routing in methods.bucket_routings if isinstance(routing.router, KMeans)}
+    found = k_means(methods.bucket_routings)
     wanted = {method: (rope, size) for method, (rope, size) in wanted.items() if rope not in found}
     wanted |= {BEFORE.of(f"{size} buckets"): (False, size) for size in other_sizes(cfg, methods)}
     layers = sorted(keys.before)

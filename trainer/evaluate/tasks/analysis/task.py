@@ -6,12 +6,14 @@
 - :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
 """
 
+from typing import Any
+
 import torch
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import Compared, ComparedRouting, without_routers
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import ERROR, NAME, Task
@@ -22,7 +24,6 @@ from msattn.trainer.evaluate.tasks.analysis.queries import query_batches, query_
 from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selectivity
 from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs
 
@@ -32,7 +33,7 @@ NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 def run(job: Job) -> list[EvalRow]:
     """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on training text."""
     loaded, cfg, settings, config = job.loaded, job.cfg, job.cfg.eval.analysis, job.loaded.model.config
-    methods = without_routers(job.methods)  # the partitions are learned ones
+    methods = partitions.with_k_means(job.methods)
     layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
     keys = partitions.training_keys(job, methods, layers)
@@ -69,7 +70,7 @@ def run(job: Job) -> list[EvalRow]:
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
     partitions.check_model_has(cfg, loaded)
-    window, length = partitions.window_of(cfg, without_routers(methods)), cfg.eval.analysis.length
+    window, length = partitions.window_of(cfg, partitions.with_k_means(methods)), cfg.eval.analysis.length
     if length <= window.size:
         raise UserError(f"eval.analysis.length={length}: accepted is more than recent + sink = {window.size} tokens")
 
@@ -84,11 +85,7 @@ def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:
 
 def compared_sizes(routings: list[ComparedRouting], layer: int) -> list[ComparedRouting]:
     """Returns the first k-means before RoPE and the first after RoPE, those that hold the layer."""
-    found: dict[bool, ComparedRouting] = {}
-    for routing in routings:
-        if isinstance(routing.router, KMeans):
-            found.setdefault(routing.router.rope, routing)
-    return [routing for routing in found.values() if layer in routing.router.layers]
+    return [routing for routing in partitions.k_means(routings).values() if layer in routing.router.layers]
 
 
 def training_sizes(
@@ -98,11 +95,10 @@ def training_sizes(
     sizes = SampledBuckets(seed)
     for layer in layers:
         for routing in compared_sizes(routings, layer):
-            router = routing.router
-            assert isinstance(router, KMeans)
+            router: Any = routing.router
             before, after = (each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after))
             sizes.training[routing.method, layer] = router.assign(layer, before, after)[0, heads].cpu()
-            sizes.num_buckets[routing.method] = routing.router.num_buckets
+            sizes.num_buckets[routing.method] = router.num_buckets
     return sizes
 
 

@@ -27,6 +27,7 @@ class KeyClusters(UntrainedBlocks):
     """
 
     method = Method("key clusters", style={"color": "#8C564B", "marker": "D"})
+    grouping = "clusters"
     block_size = 8  # mean number of keys of a cluster
 
     def cluster(self, k: Tensor, start: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from msattn.trainer.serving.implementation import configured_options
 from msattn.trainer.serving.options import AttachOptions, artifact_options
 from msattn.trainer.serving.sparse import Sparse
 
-KEY = "msattn"  # of additional_config
+SECTION = "msattn"  # of additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
@@ -45,9 +45,9 @@ def options_of(config: Any) -> AttachOptions:
     Raises UserError for another name or type of one.
     """
     additional = config.additional_config
-    if not isinstance(additional, Mapping) or additional.get(KEY) is None:
+    if not isinstance(additional, Mapping) or additional.get(SECTION) is None:
         return configured_options(config.model_config.hf_config)
-    return artifact_options(additional[KEY], f"additional_config.{KEY}")
+    return artifact_options(additional[SECTION], f"additional_config.{SECTION}")
 
 
 def check_engine(config: Any) -> None:
