@@ -75,6 +75,10 @@ def test_a_selection_without_training_decodes_with_a_named_router_alone() -> Non
     assert not any(load_served(compose("generate", ["select=quest"])).chosen.values())
     served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=embedded"]))
     assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.5; new tokens by the embedded qmodel"
+    served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=quest"]))
+    assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.5; new tokens by quest"
+    with pytest.raises(UserError, match=r"artifact \./quest: no such folder"):
+        load_served(compose("generate", ["artifacts.kmeans=quest"]))
     assert load_served(compose("generate", [])).chosen["qmodel"]
 
 

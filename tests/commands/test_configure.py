@@ -20,6 +20,7 @@ REFUSED = {
     "a value": (["select={scores: quest, sparsity: 2}"], "select.sparsity=2: accepted is a number in [0, 1)"),
     "YAML": (["select={"], "select is not valid YAML"),
     "a gate": (["gate=nowhere"], "nowhere: no such folder"),
+    "a router as a gate": (["gate=quest"], "quest: no such folder"),
     "another model": ([f"gate={SHIPPED / 'gate'}"], "made for embedded: its num_layers is 6"),
 }
 
@@ -41,6 +42,9 @@ def test_settings_are_replaced_and_those_of_others_kept(config: Path, capsys: py
     assert json.loads(config.read_text()) == before | {
         "sparse_attention_config": section | {"config_groups": {"group_0": OTHERS, "group_1": own}}
     }
+    succeed("configure", str(config.parent), "qmodel=quest")
+    groups = json.loads(config.read_text())["sparse_attention_config"]["config_groups"]
+    assert groups["group_1"] == {"algorithm": "msattn", "targets": ["Attention"], "qmodel": "quest"}, "a name, not a path"
 
 
 @pytest.mark.parametrize("name", REFUSED)

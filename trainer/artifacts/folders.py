@@ -73,4 +73,4 @@ def is_hub_id(path: str | Path) -> bool:
     """Returns True for the id of a Hub repository, False for what exists on this machine or is named like a path."""
     if isinstance(path, Path) or os.path.exists(os.path.expanduser(path)):
         return False
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None

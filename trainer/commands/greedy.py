@@ -112,7 +112,7 @@ def _router_kind(chosen: dict[str, str | Path | None]) -> str | None:
 def _artifact(kind: str, served: Served, name: str | None = None) -> str:
     path, name = served.chosen[kind], name or kind
     if kind == "qmodel" and path in ROUTERS:
-        return f"{path}, without training"
+        return str(path)
     return f"the embedded {name}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{name} {path}"
 
 

@@ -46,11 +46,7 @@ class Router(nn.Module, ABC):
     rope: bool = False  # a variant of the method that takes keys and queries after RoPE
     artifact: "Artifact | None" = None  # that was loaded; None for a router that was created
     thresholds: KeyThresholds | None = None  # calibrated ones, of a router that predicts attention
-
-    @property
-    def routing_warning(self) -> str | None:
-        """A warning for those who serve or measure the router."""
-        return None
+    routing_warning: str | None = None  # for those who serve or measure the router
 
     @property
     def assigner(self) -> "Router":

@@ -13,7 +13,6 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models import tap
 from msattn.trainer.serving import steps
@@ -27,7 +26,7 @@ from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
 ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "decode gates": ({"qmodel": "decode_gate", "probes": 1}, "qmodel: generate_batch takes query classifiers"),
-    "pages": ({"qmodel": QuestBlocks(8, [0, 1], 2), "probes": 1}, "qmodel: generate_batch takes query classifiers"),
+    "pages": ({"qmodel": "quest"}, "qmodel: generate_batch takes query classifiers"),
     "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
     "buckets": ({"qmodel": RandomBuckets(2**15, [1], 2), "probes": 1}, "up to 32,767 buckets, this router has 32,768"),
     "rotated keys": ({"gate": "rotated_gate"}, "generate_batch: pages pool keys before RoPE"),

@@ -103,16 +103,8 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact, qmodel.thresholds = artifact, thresholds
+        qmodel.routing_warning = routing_warning(artifact.manifest["metrics"], details.serving.probes)
         return qmodel.requires_grad_(False).eval()
-
-    @property
-    def routing_warning(self) -> str | None:
-        """The warning of :func:`routing_warning` for the artifact, at the number of probes that it records."""
-        if self.artifact is None:
-            return None
-        manifest = self.artifact.manifest
-        probes = manifest["details"].get("serving", {}).get("probes")
-        return routing_warning(manifest["metrics"], probes)
 
     def shard(self, part: HeadShard) -> "QModel":
         """Returns the classifiers and the partition of a part of the heads, for tensor parallelism."""

@@ -182,8 +182,8 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
         raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
     if routed.independent:
         raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
-    buckets = routed.router.num_buckets
-    require(buckets <= MAX_BUCKETS, "qmodel.num_buckets", buckets, f"{engine} takes up to {MAX_BUCKETS:,} buckets")
+    if (buckets := routed.router.num_buckets) > MAX_BUCKETS:
+        raise UserError(f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}")
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:

@@ -261,7 +261,7 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] in OPEN or self._has_key(scope):
+            if scope["path"] in OPEN or self._is_authorized(scope):
                 await self._app(scope, receive, note)
             else:
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
@@ -274,11 +274,11 @@ class Guard:
             if scope["path"] not in QUIET:
                 LOG.info("%s %s, %.3f s%s", where, status or "disconnected", time.monotonic() - began, about)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         if self._api_key is None:
             return True
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return hmac.compare_digest(key.strip(), self._api_key.encode()) and scheme.lower() == b"bearer"
+        scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return hmac.compare_digest(token.strip(), self._api_key.encode()) and scheme.lower() == b"bearer"
 
     def _count(self, scope: Scope, status: int) -> str:
         """Counts a request that has been answered, and returns its numbers for the log."""

@@ -300,7 +300,7 @@ class Engine:
         used, kept = (round(cache.num_blocks * part / total) for part in (used, kept))
         return Pages(used, kept, cache.num_blocks)
 
-    def reads(self) -> dict[str, float]:
+    def attention_stats(self) -> dict[str, float]:
         """Returns ``sparsity`` and ``selectivity`` as far as there are any, between two passes of the model."""
         if self.sparse is None:
             return {}

@@ -15,8 +15,8 @@ from msattn.trainer.training.tracker import Tracker
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
 LOG_SECONDS = 10.0  # between two logs to a tracker
 END_SECONDS = 5.0  # for the last one; reading the metrics waits for the model's pass
-READS_SECONDS = 1.0  # for which what the model has read is kept: asking for it holds up the next pass
-READS = {
+STATS_SECONDS = 1.0  # for which what the model has read is kept: asking for it holds up the next pass
+STATS = {
     "sparsity": "Share of the causally visible blocks that prompts did not read, since the start",
     "selectivity": "Share of the visible keys that new tokens read in routed layers, since the start",
 }
@@ -27,7 +27,7 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock, self._reads, self._reads_end = threading.Lock(), dict[str, float](), 0.0
+        self._lock, self._stats, self._stats_end = threading.Lock(), dict[str, float](), 0.0
         self._registry = CollectorRegistry()
         kept: Any = {"registry": self._registry}
         self._requests = Counter("msattn_requests", "Requests by outcome", ["outcome"], **kept)
@@ -61,17 +61,17 @@ class Metrics:
             "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
             "cache_pages_cached": ("Unused pages that are kept for prompts with the same beginning", pages.cached),
             "cache_pages_total": ("Pages of the KV cache", pages.total),
-            **{name: (READS[name], value) for name, value in self._latest_reads().items()},
+            **{name: (STATS[name], value) for name, value in self._latest_stats().items()},
         }
         for name, (meaning, value) in state.items():
             yield GaugeMetricFamily(f"msattn_{name}", meaning, value=value)
 
-    def _latest_reads(self) -> dict[str, float]:
+    def _latest_stats(self) -> dict[str, float]:
         with self._lock:  # readers that come meanwhile get the same
-            if time.monotonic() >= self._reads_end:
-                self._reads = self._engine.reads()
-                self._reads_end = time.monotonic() + READS_SECONDS
-            return self._reads
+            if time.monotonic() >= self._stats_end:
+                self._stats = self._engine.attention_stats()
+                self._stats_end = time.monotonic() + STATS_SECONDS
+            return self._stats
 
     def describe(self) -> list[Any]:
         """Returns nothing: the registry then asks for no values before the first request for them."""
