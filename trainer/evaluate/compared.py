@@ -24,7 +24,7 @@ from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
-from msattn.trainer.serving.loading import LOADERS
+from msattn.trainer.serving.loading import LOADERS, ROUTER_KINDS
 
 COMMANDS = {  # by kind of artifact that they create
     "gate": "train-gate",
@@ -233,7 +233,7 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
 
 def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedRouting]:
     methods = []
-    for kind in ("qmodel", "decode_gate", "kmeans"):
+    for kind in ROUTER_KINDS:
         for path, router in found:
             if path.kind == kind:
                 method = router.method.of(*[ROPE] * router.rope, source=path.source)

@@ -49,7 +49,11 @@ def with_k_means(methods: Compared) -> Compared:
 
 def k_means(routings: list[ComparedRouting]) -> dict[bool, ComparedRouting]:
     """Returns the first routing by a k-means alone before RoPE (False), and the first after RoPE (True)."""
-    return {each.router.rope: each for each in reversed(routings) if isinstance(each.router, KMeans)}
+    found: dict[bool, ComparedRouting] = {}
+    for routing in routings:
+        if isinstance(routing.router, KMeans):
+            found.setdefault(routing.router.rope, routing)
+    return found
 
 
 def visit(loaded: Loaded, input_ids: Tensor, layers: list[int], see: Callable[[LayerInputs], object]) -> None:
