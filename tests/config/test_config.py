@@ -89,6 +89,7 @@ def test_every_option_composes(group: str) -> None:
             "select.scores=gate_question: finetune trains with gate",
         ),
         ("eval", "select=quest", "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]"),
+        ("eval", "artifacts.qmodel=quest", "artifacts.qmodel=quest: eval measures the routers of eval.routers=[quest]"),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "gate.loss=mze: accepted are mse, kl, smooth_l1 (did you mean mse?)"),
         ("train-gate", "gate.target=sum", "gate.target=sum: accepted are max, mass, mean_mass"),

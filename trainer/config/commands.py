@@ -32,7 +32,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.select import POLICIES, SCORES, SelectConfig, check_usable
+from msattn.trainer.config.select import POLICIES, ROUTERS, SCORES, SelectConfig, check_usable
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -339,6 +339,8 @@ class EvalRunConfig(AttachConfig):
         scores = self.select.scores
         why = f"eval measures gates and the scores of eval.baselines=[{scores}]"
         require(self.select.by_gate, "select.scores", scores, why)
+        router = self.artifacts.qmodel
+        require(router not in ROUTERS, "artifacts.qmodel", router, f"eval measures the routers of eval.routers=[{router}]")
 
     @property
     def all_keys(self) -> list[float]:

@@ -99,7 +99,7 @@ class ComparedRouting:
     def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "ComparedRouting":
         """Returns the router with the configured numbers, else those that its artifact records."""
         keys = cfg.keys if router.predicts_attention else None
-        return cls(method, router, **router.numbers(cfg.routing, cfg.model.presets), keys=keys)
+        return cls(method, router, **router.decode_numbers(cfg.routing, cfg.model.presets), keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
         """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""

@@ -67,11 +67,13 @@ class Router(nn.Module, ABC):
             require(not kept, "qmodel.layers", layer.layer, f"not accepted: {layer.kept}")
         check_finite("qmodel", self)
 
-    def numbers(self, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
+    def decode_numbers(self, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
         """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: ``given``, of the artifact, or of the presets."""
         recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
-        defaults = decode_defaults(presets, self.num_buckets) | recorded
-        found = {name: value if given.get(name) is None else given[name] for name, value in defaults.items()}
+        defaults = decode_defaults(presets, self.num_buckets)
+        found = {
+            name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
+        }
         return found | {"dense_layers": tuple(found["dense_layers"])}
 
     def budget(self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None) -> Budget:
@@ -90,8 +92,8 @@ class Router(nn.Module, ABC):
             raise UserError(f"keys={keys:g}: this router has no calibrated thresholds; train it again, or give probes")
         return self.thresholds.budget(keys, self.num_buckets)
 
-    def mean_reads(self, budget: Budget) -> tuple[int, float]:
-        """Returns the number of keys that a query reads in buckets at every length, and the share that it reads of all keys."""
+    def mean_keys(self, budget: Budget) -> tuple[int, float]:
+        """Returns the keys that a query reads in buckets on average: a number at every length, and a share of all keys."""
         return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
     def shard(self, part: "HeadShard") -> "Router":

@@ -154,7 +154,7 @@ def _decoding(router: Router, given: Mapping[str, Any], config: "PreTrainedConfi
     Raises UserError for a budget that the router cannot serve, a number that is out of range, or a router for another model.
     """
     router.check_model(config)
-    numbers, layers = router.numbers(given), num_layers(config)
+    numbers, layers = router.decode_numbers(given), num_layers(config)
     ok = max(numbers["dense_layers"], default=0) < layers
     require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
     budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
@@ -165,6 +165,6 @@ def _break_even(model: ModelInfo, routed: RoutedDecoding | None, device: torch.d
     """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
     if routed is None:
         return lambda batch: sys.maxsize
-    config, (keys, share) = model.config, routed.router.mean_reads(routed.budget)
+    config, (keys, share) = model.config, routed.router.mean_keys(routed.budget)
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
     return cache(partial(decoding_break_even, device, key_bytes, routed.recent + routed.sink + keys, share))

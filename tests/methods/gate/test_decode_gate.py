@@ -237,7 +237,7 @@ def test_an_artifact_is_loaded(tmp_path: Path) -> None:
         assert not any(weight.requires_grad for weight in loaded.parameters())
         for name, tensor in gate.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name])
-    assert DecodeGate.load(folder).numbers({}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
+    assert DecodeGate.load(folder).decode_numbers({}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
     assert "SeerAttention decode gates" in (folder / "README.md").read_text()
     assert 'qmodel="path/or/hub-id"' in (folder / "README.md").read_text()
 

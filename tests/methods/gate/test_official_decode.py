@@ -137,7 +137,7 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     gate = DecodeGate.load(tmp_path)
     assert gate.artifact is not None
     assert gate.artifact.manifest["model"]["id"] == "someone/base"
-    assert gate.numbers({}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
+    assert gate.decode_numbers({}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
     model, ids = tiny_model("qwen3"), random_tokens(1, 200)
     with attach(model, qmodel=tmp_path, dense_below=0) as sparse:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)

@@ -132,8 +132,8 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         require(size <= keys <= most, "keys", f"{keys:g}", accepted)
         return Probes(int(keys) // size)
 
-    def mean_reads(self, budget: Budget) -> tuple[int, float]:
-        return super().mean_reads(budget) if isinstance(budget, KeyShare) else (budget.most * self.block_size, 0.0)
+    def mean_keys(self, budget: Budget) -> tuple[int, float]:
+        return super().mean_keys(budget) if isinstance(budget, KeyShare) else (budget.most * self.block_size, 0.0)
 
     def details(self) -> dict[str, Any]:
         return super().details() | {"num_blocks": self.num_buckets, "finished_at": self.finished_at}
