@@ -214,12 +214,9 @@ class PagedAttention:
                 chosen.append(self.selection.blocks(sequence))
                 self.statistics.add_selected(x.layer, chosen[-1], self.selection.candidates(sequence))
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
-        elif self.selection is not None:
+        else:
             for item in prompts.items:
-                _, counted = self._decided(current.state, item)
-                assert counted is not None
-                self.statistics.count(counted)
-                self.statistics.add_dense(x.layer)
+                self.statistics.add_dense(x.layer, self._decided(current.state, item)[1])
         cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,

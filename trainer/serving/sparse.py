@@ -131,9 +131,7 @@ class Sparse(NotCopied):
             if (prompt := self._with_pooled_keys(x)) is not None:
                 return self._selected_attention(prompt, selection)
             _, counted = self.dispatch.of_prompt(x.num_queries, x.num_keys, known=False)
-        if counted is not None:
-            self.statistics.count(counted)
-            self.statistics.add_dense(x.layer)
+        self.statistics.add_dense(x.layer, counted)
         return self._dense_attention(x)
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor:

@@ -51,15 +51,7 @@ def row_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
 class UntrainedRouter(Router):
     """A router that is created for a model instead of loaded.
 
-    Parameters
-    ----------
-    num_buckets : buckets of each key/value head. A query that visits ``p`` of them reads about ``p / num_buckets`` of the keys.
-    layers : indices of the model's routed layers.
-    kv_heads : key/value heads of the model.
-
-    Raises
-    ------
-    UserError : ``num_buckets`` is less than 1.
+    A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError if there is none.
     """
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:

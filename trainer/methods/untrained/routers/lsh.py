@@ -22,16 +22,11 @@ COLLISIONS = 2  # tables in which a key has the query's code
 class CollidingKeys(UntrainedBlocks):
     """Visits the far keys that have the code of the query in at least two tables; a block is one key.
 
-    The code of a vector in a table is made of the signs of its products with :data:`BITS` random vectors (SimHash, Charikar
-    2002). Keys are taken after RoPE and centred: attention does not change if their mean is subtracted. A query looks into one
-    table after another until enough keys have collided twice, and at most into :data:`TABLES`: it may read fewer keys than
-    asked for. A query group reads the keys of all its heads, those first that collided in the earliest tables.
-
-    Parameters
-    ----------
-    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained.base.UntrainedRouter`.
-    head_dim : channels of a key.
-    seed : of the random vectors, which all layers and heads share.
+    The code of a vector in a table is made of the signs of its products with :data:`BITS` random vectors, which all layers and
+    heads share (SimHash, Charikar 2002). Keys are taken after RoPE and centred: attention does not change if their mean is
+    subtracted. A query looks into one table after another until enough keys have collided twice, and at most into
+    :data:`TABLES`: it may read fewer keys than asked for. A query group reads the keys of all its heads, those first that
+    collided in the earliest tables.
     """
 
     method = Method("LSH", style={"color": "#56B4E9", "marker": "^"})

@@ -19,11 +19,6 @@ class RandomBuckets(UntrainedRouter, BucketRouter):
     """A key's bucket is a hash of its bits, and so are a query's scores of the buckets.
 
     Hashes depend on ``seed``, layer and bits alone. Rounding, which differs between batches, gives a key another bucket.
-
-    Parameters
-    ----------
-    num_buckets, layers, kv_heads : as for :class:`~msattn.trainer.methods.untrained.base.UntrainedRouter`.
-    seed : selects the hash functions.
     """
 
     method = Method("random buckets", style=STYLE)
