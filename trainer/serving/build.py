@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,23 +66,21 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
         _warn_once(router.routing_warning)
     if selection is not None:
         check_selection(selection, config)
-    given = {name: getattr(options, name) for name in DECODING}
-    if router is None:
-        for name, value in given.items():
-            if value is not None:
-                raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
-    decoding = None if router is None else _decoding(router, given, config)
+    decoding = _decoding(router, options, config)
     shard = model.shard()
-    if shard.ranks > 1:
-        selection = selection if gate is None else _selection_of_rank(chosen, gate.shard(shard))
-        router = None if router is None else router.shard(shard)
+    if shard.ranks > 1 and gate is not None:
+        if chosen is None:
+            raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+        selection = Selection.from_config(chosen, gate.shard(shard))
+    if shard.ranks > 1 and router is not None:
+        router = router.shard(shard)
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(
         PhaseTimer(device) if options.measure_time else None, reads_per_head=group if options.independent else 1
     )
     routed, below = None, options.dense_below
-    if router is not None and decoding is not None:
+    if router is not None:
         if decoding["budget"] == Probes(router.num_buckets) and options.probes is options.keys is None:
             _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
         routed = RoutedDecoding(
@@ -135,12 +133,6 @@ def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | N
     return Selection.from_config(chosen, gate), chosen
 
 
-def _selection_of_rank(chosen: SelectConfig | None, gate: Gate) -> Selection:
-    if chosen is None:
-        raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
-    return Selection.from_config(chosen, gate)
-
-
 def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int:
     """Returns the prompt length in tokens from which attention over blocks is faster than dense; 0 without a sparsity."""
     if select is None or select.scores == "oracle" or select.sparsity is None:
@@ -148,11 +140,18 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
     return prefill_break_even(select.sparsity, device)
 
 
-def _decoding(router: Router, given: Mapping[str, Any], config: "PreTrainedConfig") -> dict[str, Any]:
+def _decoding(router: Router | None, options: AttachOptions, config: "PreTrainedConfig") -> dict[str, Any]:
     """Returns the budget of a router, the numbers of first and last keys that are read besides, and the dense layers.
 
-    Raises UserError for a budget that the router cannot serve, a number that is out of range, or a router for another model.
+    Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
+    another model.
     """
+    given = {name: getattr(options, name) for name in DECODING}
+    if router is None:
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
+        return {}
     router.check_model(config)
     numbers, layers = router.decode_numbers(given), num_layers(config)
     ok = max(numbers["dense_layers"], default=0) < layers

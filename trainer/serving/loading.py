@@ -67,7 +67,7 @@ def check_model(model: Any) -> None:
 
 
 def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
-    """Raises UserError for a selection whose parts are no policy or scorer, or that is for another model."""
+    """Raises UserError for a selection without a policy or a scorer, or with a gate of another model or not finite."""
     policy, scorer = selection.policy, selection.scorer
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
@@ -75,13 +75,8 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     require(ok, "select.policy", repr(policy), accepted)
     ok = callable(scorer) and isinstance(getattr(scorer, "block_size", None), int)
     require(ok, "select.scorer", repr(scorer), "accepted is a scorer, e.g. Quest()")
-    if selection.gate is not None:
-        check_gate(selection.gate, config)
-
-
-def check_gate(gate: Gate, config: "PreTrainedConfig") -> None:
-    """Raises UserError for gates of a model of another shape or of other layers, or with weights that are not finite."""
-    check_shape("gate", gate.model_shape(), config)
-    served = served_layers(config)
-    require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"accepted are the layers {served}")
-    check_finite("gate", gate)
+    gate, served = selection.gate, served_layers(config)
+    if gate is not None:
+        check_shape("gate", gate.model_shape(), config)
+        require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"accepted are the layers {served}")
+        check_finite("gate", gate)

@@ -1,13 +1,4 @@
-"""Decoding attention over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5).
-
-:class:`RoutedDecoding` is that of an attached model. In an attention function of :func:`msattn.trainer.models.tap.tap`::
-
-    layer = x.cache                                   # a BucketLayer, from `install_layers`
-    layer.assign(x)                                   # in every forward pass, for prompts and single tokens
-    if x.num_queries == 1:
-        visited = router.visit(x, Probes(8), sizes, window=recent)  # int32 [B, Hkv, L]
-        out = decode_attention(x, visited, window=layer.window(recent), sink=sink).out
-"""
+"""Decoding attention over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
 
 from dataclasses import InitVar, dataclass, replace
 from functools import partial

@@ -7,7 +7,6 @@ are computed in batched products.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,24 +19,16 @@ from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
-from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability
+from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.models.families import check_shape, num_kv_heads
 from msattn.trainer.models.parallel import HeadShard
-from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.1
-
-
-@dataclass(frozen=True)
-class QModelDetails:
-    """Schema of the manifest entry of the calibration; artifacts of earlier versions have none."""
-
-    thresholds: KeyThresholds | None = None
 
 
 class QModel(BucketRouter, artifacts.ArtifactModule):
@@ -92,7 +83,6 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         """Loads a qmodel artifact, frozen and in evaluation mode; UserError if it is missing, damaged or of another kind."""
         artifact = artifacts.read(path, kind="qmodel")
         details, centroids = router_details(artifact, "partition.centroids")
-        thresholds = checked(artifact.manifest["details"], QModelDetails, f"artifact {path}: details").thresholds
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
         accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]  # classifiers of a layer
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
@@ -102,7 +92,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             qmodel = cls(partition, *weight_out.shape[1:3], residual=details.residual)
         artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
         qmodel.load_state_dict(tensors, assign=True)
-        qmodel.artifact, qmodel.thresholds = artifact, thresholds
+        qmodel.artifact, qmodel.thresholds = artifact, details.thresholds
         qmodel.routing_warning = routing_warning(artifact.manifest["metrics"], details.serving.probes)
         return qmodel.requires_grad_(False).eval()
 

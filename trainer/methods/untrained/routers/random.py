@@ -35,10 +35,6 @@ class RandomBuckets(UntrainedRouter, BucketRouter):
         """Returns a random bucket of each key ``k [B, Hkv, N, D]`` after RoPE: int32 ``[B, Hkv, N]``."""
         return (self._hash(layer, k) % self.num_buckets).to(torch.int32)
 
-    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns the mean of :meth:`head_scores` over each query group: fp32 ``[B, Hkv, C]``."""
-        return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).mean(2)
-
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns random scores in [0, 1] for queries ``q [B, Hq, 1, D]`` after RoPE: fp32 ``[B, Hq, C]``."""
         of_query = self._hash(layer, q[:, :, -1])[..., None]
