@@ -99,7 +99,7 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch
 
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_mean_weight", choose)
     cfg = run_config(root, "chosen")
-    cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
+    cfg = replace(cfg, data=replace(cfg.data, seq_len=272))
     folder = train_gate(cfg)
     loaded, gate = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed), Gate.load(folder)
     _, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)

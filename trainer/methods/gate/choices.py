@@ -29,7 +29,6 @@ from msattn.trainer.progress import activity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The first of equal ones is chosen, as in chunks too short to leave out blocks.
 TARGETS = (TARGET, "mean_mass")
 WEIGHTS = (MEAN_WEIGHT, 0.0, 0.2, 1.0)
 SPARSITIES = (0.5, 0.8)
@@ -82,8 +81,11 @@ def _least_change(
         for name, scorer in scorers.items()
     ]
     with activity(f"choosing among {', '.join(scorers)}"):
-        found = torch.stack([_changes(selections, teacher, chunk["input_ids"]) for chunk in chunks[:CHUNKS]]).mean(0)
-    changes = dict(zip(scorers, reduce_over_ranks(found, "mean").tolist(), strict=True))
+        total = torch.zeros(len(scorers) + 1, dtype=torch.float64, device=teacher.device)  # and the number of chunks
+        for chunk in chunks[:CHUNKS]:  # none on some of many ranks
+            total += _changes(selections, teacher, chunk["input_ids"])
+    *sums, count = reduce_over_ranks(total, "sum").tolist()
+    changes = {name: each / count for name, each in zip(scorers, sums, strict=True)}
     best = min(changes, key=changes.__getitem__)
     tried = ", ".join(f"{name}: {change:.4f}" for name, change in changes.items())
     print_once(f"{best} changes predictions least (KL in nats; {tried})")
@@ -91,7 +93,7 @@ def _least_change(
 
 
 def _changes(selections: list[list[Selection]], teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """Returns how much the selections of each scorer change the predictions of one chunk, fp64 ``[scorers]``."""
+    """Returns how much the selections of each scorer change the predictions of one chunk, and 1: fp64 ``[scorers + 1]``."""
     ids = ids[None].to(teacher.device)
     dense, changes = run_backbone(teacher, ids), []
     for of_scorer in selections:
@@ -100,7 +102,7 @@ def _changes(selections: list[list[Selection]], teacher: "PreTrainedModel", ids:
             with tap(teacher, partial(_attend, selection)):
                 found += token_scores(teacher, run_backbone(teacher, ids), ids[0], dense).divergences.double().mean()
         changes.append(found / len(of_scorer))
-    return torch.stack(changes)
+    return torch.stack([*changes, torch.ones_like(changes[0])])
 
 
 def _attend(selection: Selection, x: LayerInputs) -> Tensor:

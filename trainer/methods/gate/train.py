@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.key_thresholds import calibrate_keys
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, SHORT_ROWS, Allocation, BlockThresholds, calibrate_blocks
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
@@ -62,11 +62,12 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     work = folder.parent / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        if isinstance(gate, Gate) and cfg.gate.target is None:
+        decides = cfg.data.seq_len > SHORT_ROWS * cfg.gate.block_size  # shorter chunks are read whole
+        if isinstance(gate, Gate) and decides and cfg.gate.target is None:
             choose_target(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         items = rank_shard(chunks, CALIBRATION_CHUNKS)
-        if isinstance(gate, Gate) and cfg.gate.mean_weight is None:
+        if isinstance(gate, Gate) and decides and cfg.gate.mean_weight is None:
             before = gate.cfg
             choose_mean_weight(gate, loaded.model, items)
             if gate.cfg != before:  # the recalls in training were those of the weight before
