@@ -98,8 +98,9 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch
         gate.thresholds = gate_thresholds(gate, teacher, chunks)
 
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_mean_weight", choose)
+    monkeypatch.setattr("msattn.trainer.methods.gate.train.SHORT_ROWS", 1)
     cfg = run_config(root, "chosen")
-    cfg = replace(cfg, data=replace(cfg.data, seq_len=272))
+    cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
     folder = train_gate(cfg)
     loaded, gate = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed), Gate.load(folder)
     _, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
