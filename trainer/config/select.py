@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import KW_ONLY, asdict, fields, replace
+from dataclasses import KW_ONLY, asdict, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +25,7 @@ from msattn.trainer.config.schema import (
 from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
-POLICIES: dict[str, dict[str, Any]] = {  # by name: the keys that the policy has in addition, with their defaults
-    "topk": {"sparsity": 0.5},
-    "calibrated": {"sparsity": 0.5},
-    "threshold": {"threshold": 0.002},
-    "nucleus": {"mass": 0.95},
-    "token_budget": {"tokens": 1024},
-    "multiscale": {"shares": [0.1, 0.1, 0.2, 0.4]},
-}
+POLICIES: dict[str, dict[str, Any]] = {}  # by name: its own keys with their defaults, filled from the fields of SelectConfig
 UNTRAINED = Path(__file__).parent.parent / "methods" / "untrained"  # a file is a method; its import would import torch
 BASELINES, ROUTERS = (
     tuple(sorted(path.stem for path in (UNTRAINED / kind).glob("[!_]*.py"))) for kind in ("scores", "routers")
@@ -47,8 +40,9 @@ def _four_shares(shares: list[float]) -> list[float]:
     return shares
 
 
-Mass = Annotated[Number, Interval(gt=0, le=1)]
-Shares = Annotated[list[Share], AfterValidator(_four_shares)]
+def _own_key(text: str, **policies: Any) -> Any:
+    """Returns the field of a key that only ``policies`` have, each with the default that it has there."""
+    return field(default=None, metadata={"help": text, "policies": policies})
 
 
 @schema("select.")
@@ -81,13 +75,19 @@ class SelectConfig:
     dense_queries: TokensOrZero = key("number of last tokens of a prompt that read every block", default=0)
     block_size: BlockSize = key("tokens in a block, for scores other than the gate's own", default=64)
     seed: Seed = key("seed of random scores", default=0)
-    sparsity: Sparsity | None = key(
-        "share of the causally visible blocks that is not read, with select=calibrated on average over a layer", default=None
+    sparsity: Sparsity | None = _own_key(
+        "share of the causally visible blocks that is not read, with select=calibrated on average over a layer",
+        topk=0.5,
+        calibrated=0.5,
     )
-    threshold: Sparsity | None = key("smallest row-normalised score that is read", default=None)
-    mass: Mass | None = key("sum of the row-normalised scores of the blocks read", default=None)
-    tokens: Tokens | None = key("keys that a query block may read", default=None)
-    shares: Shares | None = key("shares of the visible blocks, best first, that are read at zoom 1, 2, 4 and 8", default=None)
+    threshold: Sparsity | None = _own_key("smallest row-normalised score that is read", threshold=0.002)
+    mass: Annotated[Number, Interval(gt=0, le=1)] | None = _own_key(
+        "sum of the row-normalised scores of the blocks read", nucleus=0.95
+    )
+    tokens: Tokens | None = _own_key("keys that a query block may read", token_budget=1024)
+    shares: Annotated[list[Share], AfterValidator(_four_shares)] | None = _own_key(
+        "shares of the visible blocks, best first, that are read at zoom 1, 2, 4 and 8", multiscale=[0.1, 0.1, 0.2, 0.4]
+    )
 
     def __post_init__(self) -> None:
         defaults = POLICIES[self.policy]
@@ -115,6 +115,9 @@ class SelectConfig:
         return replace(self, policy=policy, **(foreign | keys))
 
 
+for _item in fields(SelectConfig):
+    for _policy, _default in _item.metadata.get("policies", {}).items():
+        POLICIES.setdefault(_policy, {})[_item.name] = _default
 OWN_KEYS = {name for keys in POLICIES.values() for name in keys}
 SHARED_KEYS = [item.name for item in fields(SelectConfig) if item.name not in OWN_KEYS and item.name != "policy"]
 

@@ -1,4 +1,4 @@
-"""Policies, which turn block scores into the blocks to read; each has the keys of ``select`` with the names of its fields.
+"""Policies, which turn block scores into the blocks to read; the names and ranges of their keys are those of SelectConfig.
 
 ``policy(scores, candidates)`` returns the blocks to read. ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a distribution over
 the visible blocks (larger in the last row of a gate). The result has the shape of the scores: a bool mask, or uint8 zooms (a
@@ -6,12 +6,12 @@ block at zoom z is read at 1 / z of its tokens, at 0 not at all). It contains ``
 of ``candidates.visible``. Nothing here imports torch before it runs: ``--help`` shows the first lines of the classes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from msattn.trainer.config.schema import Sparsity, Tokens, schema
-from msattn.trainer.config.select import Mass, Shares
+from msattn.trainer.config.select import POLICIES, SelectConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,11 +21,22 @@ if TYPE_CHECKING:
 ZOOMS = (1, 2, 4, 8)
 
 
-@schema("select.")
-class TopK:
+@dataclass(frozen=True)
+class _Policy:
+    """A policy whose fields are keys of ``select``; raises UserError for a value that SelectConfig refuses."""
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        SelectConfig(self.name, **{key: getattr(self, key) for key in POLICIES[self.name]})
+
+
+@dataclass(frozen=True)
+class TopK(_Policy):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
-    sparsity: Sparsity
+    name = "topk"
+    sparsity: float
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
         return candidates.best(scores, candidates.share(1 - self.sparsity))
@@ -41,6 +52,7 @@ class Calibrated:
     chunks select the same blocks.
     """
 
+    name = "calibrated"
     floor: float
     scale: float
     exponent: float
@@ -52,21 +64,23 @@ class Calibrated:
         return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
 
 
-@schema("select.")
-class Threshold:
+@dataclass(frozen=True)
+class Threshold(_Policy):
     """Selects every block whose row-normalised score is at least ``threshold``."""
 
-    threshold: Sparsity
+    name = "threshold"
+    threshold: float
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
         return candidates.best(scores, candidates.share(0.0), threshold=self.threshold)
 
 
-@schema("select.")
-class Nucleus:
+@dataclass(frozen=True)
+class Nucleus(_Policy):
     """Selects the fewest blocks of each row whose scores sum to ``mass``."""
 
-    mass: Mass
+    name = "nucleus"
+    mass: float
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
         order = scores.masked_fill(candidates.always, float("inf")).argsort(dim=-1, descending=True)
@@ -76,25 +90,27 @@ class Nucleus:
         return needed.scatter(-1, order, needed) & candidates.visible | candidates.always
 
 
-@schema("select.")
-class TokenBudget:
+@dataclass(frozen=True)
+class TokenBudget(_Policy):
     """Selects the best blocks of each row that together hold ``tokens`` keys."""
 
-    tokens: Tokens
+    name = "token_budget"
+    tokens: int
     block_size: int = 64
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
         return candidates.best(scores, candidates.number(max(1, self.tokens // self.block_size)))
 
 
-@schema("select.")
-class Multiscale:
+@dataclass(frozen=True)
+class Multiscale(_Policy):
     """Selects the best blocks whole and the next ones at lower resolution.
 
     A block at zoom z is read at 1 / z of its tokens.
     """
 
-    shares: Shares
+    name = "multiscale"
+    shares: Sequence[float]
 
     @property
     def cost(self) -> float:
@@ -110,11 +126,4 @@ class Multiscale:
         return zooms
 
 
-BY_NAME: dict[str, Any] = {
-    "topk": TopK,
-    "calibrated": Calibrated,
-    "threshold": Threshold,
-    "nucleus": Nucleus,
-    "token_budget": TokenBudget,
-    "multiscale": Multiscale,
-}
+BY_NAME: dict[str, Any] = {kind.name: kind for kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale)}
