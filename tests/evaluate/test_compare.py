@@ -13,13 +13,13 @@ from msattn.trainer.evaluate.report import compare
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report.context import Context, context
 from msattn.trainer.evaluate.report.page import page
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
 
 
 def needle(method: str, score: float) -> EvalRow:
-    setting = "" if method == "dense" else "sparsity 0.9"
+    setting = Setting() if method == "dense" else Setting("sparsity", 0.9)
     extra = {"length": 96, "by_depth": {"0": score}, "correct": [number < 10 * score for number in range(10)]}
     return EvalRow("needle", named(method), setting, score, "needles found", ratio_to_dense=score, selectivity=0.1, extra=extra)
 
@@ -42,7 +42,7 @@ def earlier(tmp_path: Path) -> str:
 
 
 def test_scores_and_differing_settings(earlier: str) -> None:
-    here = [*ROWS, EvalRow("perplexity", named("dense"), "", 4.0, "perplexity", extra={"length": 96})]
+    here = [*ROWS, EvalRow("perplexity", named("dense"), Setting(), 4.0, "perplexity", extra={"length": 96})]
     found = compare.compare(earlier, here, asdict(about(2)), compare.read_results(earlier))
     assert found.settings == {"seed": ("2", "1")}
     assert found.unmatched == 1
@@ -64,7 +64,7 @@ def test_scores_and_differing_settings(earlier: str) -> None:
 def test_batches_are_compared_apart(earlier: str) -> None:
     def decoded(batch: int, score: float) -> EvalRow:
         extra = {"length": 4096, "batch": batch, "launched_by": "generate"}
-        return EvalRow("decoding", named("classifier"), "2 probes", score, "tokens a second", extra=extra)
+        return EvalRow("decoding", named("classifier"), Setting("probes", 2), score, "tokens a second", extra=extra)
 
     here = [decoded(1, 10.0), decoded(6, 50.0)]
     there = compare.read_results(earlier) | {"rows": [decoded(6, 40.0).plain(), decoded(1, 8.0).plain()]}
@@ -89,7 +89,7 @@ def test_a_table_of_all_evaluations_of_a_sweep(earlier: str, tmp_path: Path, cap
 
 def test_differences_have_the_units_of_their_task() -> None:
     def difference(task: str) -> str:
-        return compare.ComparedRow(EvalRow(task, named("gate"), "", 3.0, "score"), 4.0).cells()["difference"]
+        return compare.ComparedRow(EvalRow(task, named("gate"), Setting(), 3.0, "score"), 4.0).cells()["difference"]
 
     assert difference("perplexity") == "-1.000"
     assert difference("latency") == difference("decoding") == "-25.0 %"

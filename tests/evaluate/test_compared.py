@@ -14,6 +14,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.compared import _artifact_paths, _block_selections, _bucket_routings
+from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
@@ -69,7 +70,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
-    assert label == "sparsity 0.6"
+    assert label == Setting("sparsity", 0.6)
     ids = train[0]["input_ids"]
     with quest.attach(loaded.model, select) as sparse:
         perplexity.prefill(loaded, ids)
@@ -128,13 +129,13 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
     evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
     (multiscale, zooms), (whole, topk) = compared.ComparedSelection("oracle", replace(select, scores="oracle")).settings([0.5])
-    assert (multiscale, whole) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
+    assert (str(multiscale), str(whole)) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
     assert zooms == replace(select, scores="oracle")
     assert topk.policy == "topk"
     assert topk.sparsity == pytest.approx(0.65)
     results = json.loads((evaluate(evaluated) / "results.json").read_text())
     rows = [row for row in results["rows"] if row["method"] == "oracle"]
-    assert [row["setting"] for row in rows] == [multiscale, whole]
+    assert [row["setting"] for row in rows] == [str(multiscale), str(whole)]
     assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)  # short rows round their shares
     assert rows[0]["score"] != rows[1]["score"]
 
@@ -142,4 +143,4 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
 def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
     cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
     block = compared.ComparedSelection("oracle", replace(cfg.select, scores="oracle"))
-    assert block.settings([0.5, 0.9]) == [("nucleus 0.8", block.select)]
+    assert block.settings([0.5, 0.9]) == [(Setting("nucleus", 0.8), block.select)]

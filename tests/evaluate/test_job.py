@@ -13,7 +13,7 @@ from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.evaluate import DocumentsConfig, RulerConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.job import PartialRows, texts_hash
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import needle, perplexity, ruler
 from msattn.trainer.evaluate.tasks.perplexity import PerplexityRun
@@ -25,7 +25,14 @@ from tests.test_bad_input import text as words
 
 TIMES = ("latency_s", "peak_memory_mb")
 ROW = EvalRow(
-    "ruler", named("gate"), "sparsity 0.5", 0.1, "share", interval=(0.0, float("inf")), samples=3, extra={"by": {"0.5": [1, 2]}}
+    "ruler",
+    named("gate"),
+    Setting("sparsity", 0.5),
+    0.1,
+    "share",
+    interval=(0.0, float("inf")),
+    samples=3,
+    extra={"by": {"0.5": [1, 2]}},
 )
 
 

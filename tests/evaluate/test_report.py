@@ -20,17 +20,19 @@ from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import examples, page
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
+
+TWO_PROBES = Setting("probes", 2)
 
 
 def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra = {"length": 4096, "bits_per_byte": 2.1 * ratio, "ratio_interval": [ratio - 0.01, ratio + 0.01]}
     extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
     extra["losses"] = [ratio, 1.1 * ratio]
-    setting = "" if method == "dense" else f"sparsity {sparsity:g}"
+    setting = Setting() if method == "dense" else Setting("sparsity", sparsity)
     read = ratio, sparsity, 1 - sparsity, 0.9
     return EvalRow("perplexity", named(method), setting, 9.0 * ratio, "perplexity", (8.0, 12.0), *read, 0.25, 512.0, 16, extra)
 
@@ -39,7 +41,14 @@ def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
     heads = [[score] * 4, [score - 0.1] * 4]
     extra = {"output_error": 1 - score, "layers": [0, 1], "heads": heads, "output_error_heads": heads}
     return EvalRow(
-        "recall", named(method), "2 probes", score, "attention mass read", selectivity=selectivity, samples=2, extra=extra
+        "recall",
+        named(method),
+        TWO_PROBES,
+        score,
+        "attention mass read",
+        selectivity=selectivity,
+        samples=2,
+        extra=extra,
     )
 
 
@@ -48,7 +57,7 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     examples = [answer, answer | {"answer": "<script>alert(1)</script>", "correct": False}]
     extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
     extra |= {"correct": [number < found for number in range(20)]}
-    setting = "" if method == "dense" else "2 probes"
+    setting = Setting() if method == "dense" else TWO_PROBES
     figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
     return EvalRow("needle", named(method), setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
 
@@ -58,13 +67,13 @@ def test_rulers_scores_in_the_layout_of_a_leaderboard() -> None:
     found = [
         EvalRow("ruler", named(method), setting, score, "average", selectivity=read, samples=40, extra={"length": length})
         for method, setting, score, read, length in (
-            ("dense", "", 0.35, 1.0, 4096),
-            *(("classifier", f"{probes} probes", 0.1, 0.04, 4096) for probes in (2, 4, 8, 16)),
-            ("Quest pages", "about 12.5 % of keys", 0.2, 0.13, 4096),
-            ("gate", "sparsity 0.875", 0.3, 0.21, 4096),
-            ("gate", "sparsity 0.5", 0.345, 0.52, 4096),
-            ("classifier", "50 % of far keys", 0.32, 0.51, 4096),
-            ("dense", "", 0.3, 1.0, 8192),
+            ("dense", Setting(), 0.35, 1.0, 4096),
+            *(("classifier", Setting("probes", probes), 0.1, 0.04, 4096) for probes in (2, 4, 8, 16)),
+            ("Quest pages", Setting("about keys", 0.125), 0.2, 0.13, 4096),
+            ("gate", Setting("sparsity", 0.875), 0.3, 0.21, 4096),
+            ("gate", Setting("sparsity", 0.5), 0.345, 0.52, 4096),
+            ("classifier", Setting("far keys", 0.5), 0.32, 0.51, 4096),
+            ("dense", Setting(), 0.3, 1.0, 8192),
         )
     ]
     first, second = leaderboard(found).split("RULER, ")[1:]
@@ -220,7 +229,7 @@ def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Conte
 
 def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes() -> None:
     own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
-    text = examples([EvalRow("prompts", named("dense"), "", 1.0, "answers", extra={"examples": [own]})])
+    text = examples([EvalRow("prompts", named("dense"), Setting(), 1.0, "answers", extra={"examples": [own]})])
     assert "What&#x27;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text
 
 
@@ -234,7 +243,7 @@ def speed_rows() -> list[EvalRow]:
                 extra = {"length": length, "situation": situation, "break_even": None, "times_flash": 1 / seconds, **shares}
                 label = ", ".join(filter(None, (setting, situation)))
                 timed = {"ratio_to_dense": seconds, "selectivity": 0.1, "samples": 1, "latency_s": seconds}
-                rows.append(EvalRow("latency", named(method), label, seconds, "seconds", extra=extra, **timed))
+                rows.append(EvalRow("latency", named(method), Setting(label), seconds, "seconds", extra=extra, **timed))
         for batch in (1, 16):
             for method, by, rate in (
                 ("dense, transformers", "generate", 20.0),
@@ -245,7 +254,7 @@ def speed_rows() -> list[EvalRow]:
             ):
                 speedups = {"times_transformers": rate / 20, "times_same cache and graphs": rate / 75}
                 extra = {"length": length, "batch": batch, "launched_by": by, **speedups}
-                setting = "2 probes" if method == "classifier" else ""
+                setting = TWO_PROBES if method == "classifier" else Setting()
                 rows.append(
                     EvalRow("decoding", named(method), setting, batch * rate, "tokens a second", samples=4, extra=extra)
                 )
@@ -285,6 +294,7 @@ def test_perplexity_axis_shows_zero_and_every_value_within_its_limits(rises: lis
 
 def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
     """Long prompts, large batches and long names: columns go and text wraps before a number is cut."""
+    both = Setting("sparsity 0.9, 5 % of far keys")
     names = ("dense, same cache and graphs", "gate and classifier (embedded), calibrated")
     long = [replace(row, extra=row.extra | {"length": 131072}) for row in (*rows, *speed_rows()) if "length" in row.extra]
     shares = {"ratio_interval": [0.9, 1.1], **dict.fromkeys(RULER_TASKS, 0.3)}
@@ -293,7 +303,7 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
         extra = {"length": 131072, **shares, **rates}
         figures = {"ratio_to_dense": 0.912, "selectivity": 0.123, "samples": 132, "extra": extra}
         for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
-            long.append(EvalRow(task, named(name), "sparsity 0.9, 5 % of far keys", score, "score", (0.3, 0.4), **figures))
+            long.append(EvalRow(task, named(name), both, score, "score", (0.3, 0.4), **figures))
     long += [replace(row, task="documents", method=row.method.of("calibrated", source="embedded")) for row in long[:3]]
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables.show(long, [], console)
@@ -310,11 +320,11 @@ def test_json_has_null_for_infinity_and_nan() -> None:
 def test_many_sparse_lines_become_one_of_each_method() -> None:
     own = [(0.5, "sparsity 0.5"), (0.1, "sparsity 0.9"), (0.05, "sparsity 0.95"), (0.2, "sparsity 0.8")]
     rows = [
-        EvalRow("latency", named(method), setting, 1.0, "seconds", selectivity=reads, extra={"length": 64})
+        EvalRow("latency", named(method), Setting(setting), 1.0, "seconds", selectivity=reads, extra={"length": 64})
         for method in ("gate", "quest")
         for reads, setting in own
     ]
-    assert [(str(row.method), row.setting) for row in style.few_lines(rows, 6)] == [
+    assert [(str(row.method), str(row.setting)) for row in style.few_lines(rows, 6)] == [
         ("gate", "sparsity 0.95"), ("quest", "sparsity 0.95")
     ]  # fmt: skip
     assert len(style.few_lines(rows[:4], 6)) == 4

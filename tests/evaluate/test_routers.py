@@ -52,7 +52,7 @@ def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
     loaded = models.load(cfg.model, device="cpu")
     found = routings_of(cfg, loaded)
     measured = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
-    rows = {(row.task, str(row.method), row.setting): row for row in measured}
+    rows = {(row.task, str(row.method), str(row.setting)): row for row in measured}
     assert len(rows) == len(measured)
     for name in NAMES.values():
         for suffix in ("", ", independent"):
@@ -109,7 +109,8 @@ def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> N
     before = routings_of(cfg, loaded)
     found = match_key_shares(before, cfg, loaded)
     for routing in found.bucket_routings:
-        labels, counts = zip(*routing.settings([0, 7]), strict=True)
+        settings, counts = zip(*routing.settings([0, 7]), strict=True)
+        labels = (*map(str, settings),)
         assert labels[:2] == ("0 probes", "about 30 % of keys")
         every = () if str(routing.method) in PARTIAL else ("about 100 % of keys",)
         assert labels[2:] == every

@@ -8,7 +8,7 @@ import pytest
 from msattn.trainer.config import TASKS, EvalConfig
 from msattn.trainer.evaluate import tasks
 from msattn.trainer.evaluate.report.tables import COMMON_COLUMNS
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import summary
 from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import DENSE
@@ -40,5 +40,5 @@ def test_a_summary_keeps_lengths_batches_and_benchmarks_apart() -> None:
         ("harness", {"benchmark": "a"}, "harness/a/dense"),
         ("harness", {"benchmark": "a", "length": 64}, "harness/a/64/dense"),
     ]
-    rows = [EvalRow(task, DENSE, "", 0.5, "score", extra=extra) for task, extra, _ in sizes]
+    rows = [EvalRow(task, DENSE, Setting(), 0.5, "score", extra=extra) for task, extra, _ in sizes]
     assert summary(rows, EvalConfig()) == {name: 0.5 for _, _, name in sizes}

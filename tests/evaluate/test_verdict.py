@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 
 from msattn.trainer.evaluate.report.verdict import sentences, show, verdict
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.methods.base import Method
 from tests.evaluate.named import named
 
@@ -14,7 +14,7 @@ def row(task: str, method: str | Method, setting: str, score: float, keys: float
     routed = "probe" in setting or "keys" in setting
     values = {"ratio_to_dense": score, "sparsity": None if routed else 1 - keys, "selectivity": keys, "samples": 10}
     extra = {"length": 4096, **others.pop("extra", {})}
-    return EvalRow(task, named(method), setting, score, task, **(values | others), extra=extra)
+    return EvalRow(task, named(method), Setting(setting), score, task, **(values | others), extra=extra)
 
 
 def needle(method: str | Method, setting: str, found: int, keys: float, length: int = 4096, **others: Any) -> EvalRow:

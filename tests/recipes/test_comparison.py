@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.recipes.comparison import main, parts_of, with_differences, write_rows
 from tests.data.test_benchmarks import write
@@ -19,7 +19,7 @@ ORACLE = Method("oracle", servable=False)
 def row(method: Method, scores: list[float], setting: str = "sparsity 0.8", task: str = "ruler") -> EvalRow:
     extra: dict[str, Any] = {"length": 512, "scores": {"vt": scores}, "losses": scores}
     score = sum(scores) / len(scores)
-    return EvalRow(task, method, setting, score, "x", ratio_to_dense=1 + score, extra=extra)
+    return EvalRow(task, method, Setting(setting), score, "x", ratio_to_dense=1 + score, extra=extra)
 
 
 def test_gates_are_compared_with_the_best_method_without_training() -> None:

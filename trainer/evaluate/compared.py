@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
@@ -48,20 +48,20 @@ class ComparedSelection:
     scorer: Scorer | None = None
     thresholds: BlockThresholds | None = None
 
-    def settings(self, sparsities: list[float]) -> list[tuple[str, SelectConfig]]:
-        """Returns ``(label, selection)`` for each setting to measure.
+    def settings(self, sparsities: list[float]) -> list[tuple[Setting, SelectConfig]]:
+        """Returns ``(setting, selection)`` for each setting to measure.
 
         Policies with a sparsity are measured at each of ``sparsities``, other policies once, as configured. Multiscale is
         compared with top-k that reads the same number of tokens.
         """
         if self.select.sparsity is not None:
-            return [(f"sparsity {s:g}", replace(self.select, sparsity=s)) for s in sparsities]
+            return [(Setting("sparsity", s), replace(self.select, sparsity=s)) for s in sparsities]
         if self.select.shares is not None:
             shares, cost = " ".join(f"{share:g}" for share in self.select.shares), Multiscale(self.select.shares).cost
             topk_of_equal_cost = self.select.with_policy("topk", sparsity=1 - cost)
-            return [(f"shares {shares}", self.select), (f"sparsity {1 - cost:.4g}", topk_of_equal_cost)]
+            return [(Setting(f"shares {shares}"), self.select), (Setting("sparsity", round(1 - cost, 4)), topk_of_equal_cost)]
         (key,) = POLICIES[self.select.policy]
-        return [(f"{self.select.policy} {getattr(self.select, key):g}", self.select)]
+        return [(Setting(self.select.policy, getattr(self.select, key)), self.select)]
 
     def attach(
         self, model: PreTrainedModel, select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
@@ -107,21 +107,21 @@ class ComparedRouting:
             return WINDOW
         return self.method.of(*[CALIBRATED] * isinstance(setting, float), *[INDEPENDENT] * self.independent)
 
-    def own_settings(self) -> list[tuple[str, int | float]]:
+    def own_settings(self) -> list[tuple[Setting, int | float]]:
         """Returns the setting of tasks that measure a single one."""
         return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
 
-    def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[str, int | float]]:
-        """Returns ``(label, setting)`` for each number of probes and, if the router predicts attention, each share."""
+    def settings(self, probes: list[int], keys: Sequence[float] = ()) -> list[tuple[Setting, int | float]]:
+        """Returns ``(setting, number)`` for each number of probes and, if the router predicts attention, each share."""
         for count in probes:
             if count > self.router.num_buckets:
                 raise UserError(f"probes={count}: {self.method} has {self.router.num_buckets} buckets for each key/value head")
         shares = keys if self.router.predicts_attention else ()
         counts = probes if self.by_share is None else [count for count in probes if count == 0]
         return [
-            *((f"{count} probe" + "s" * (count != 1), count) for count in counts),
-            *((f"about {100 * share:.3g} % of keys", count) for share, count in (self.by_share or {}).items()),
-            *((f"{100 * share:g} % of far keys", float(share)) for share in shares),
+            *((Setting("probes", count), count) for count in counts),
+            *((Setting("about keys", share), count) for share, count in (self.by_share or {}).items()),
+            *((Setting("far keys", float(share)), float(share)) for share in shares),
         ]
 
     def buckets(self, scores: Tensor, setting: int | float, sizes: Tensor | None = None) -> Tensor:

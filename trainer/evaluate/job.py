@@ -15,7 +15,7 @@ from msattn.trainer.config.text_files import text_files
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
 from msattn.trainer.evaluate.compared import Compared
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.loading import Loaded
@@ -117,8 +117,9 @@ def _name(key: tuple[Any, ...]) -> str:
 
 
 def _row(fields: dict[str, Any]) -> EvalRow:
-    interval, method = fields["interval"], Method.from_fields(fields["method"])
-    return EvalRow(**fields | {"method": method, "interval": None if interval is None else tuple(interval)})
+    interval = None if fields["interval"] is None else tuple(fields["interval"])
+    method, setting = Method.from_fields(fields["method"]), Setting(**fields["setting"])
+    return EvalRow(**fields | {"method": method, "setting": setting, "interval": interval})
 
 
 def haystack(cfg: DataConfig, path: str | None) -> Iterator[data.Document]:

@@ -8,6 +8,42 @@ from msattn.trainer.methods.base import Method
 
 # Routing with 0 probes: sink and recent keys alone.
 WINDOW = Method("window only", style={"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9})
+KEYS = {"keys": "{:g} % of keys", "about keys": "about {:.3g} % of keys", "far keys": "{:g} % of far keys"}  # in percent
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The share or number of blocks, keys or buckets that a method is to read; without ``unit`` that of dense attention.
+
+    Attributes
+    ----------
+    unit : ``sparsity``, ``probes``, ``keys``, ``about keys``, ``far keys`` or a policy; without ``value`` a text of its own.
+    value : number in this unit, shares from 0 to 1.
+    situation : state of the cache, for ``latency``.
+    """
+
+    unit: str = ""
+    value: float | None = None
+    situation: str = ""
+
+    @property
+    def left_out(self) -> float | None:
+        """Share of the blocks or keys that is to be left out; None for other units."""
+        if self.value is None or not (self.unit == "sparsity" or self.unit in KEYS):
+            return None
+        return self.value if self.unit == "sparsity" else 1 - self.value
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self._text(), self.situation)))
+
+    def _text(self) -> str:
+        if self.value is None:
+            return self.unit
+        if self.unit in KEYS:
+            return KEYS[self.unit].format(100 * self.value)
+        if self.unit == "probes":
+            return f"{self.value} probe" + "s" * (self.value != 1)
+        return f"{self.unit} {self.value:g}"
 
 
 @dataclass(frozen=True)
@@ -18,7 +54,7 @@ class EvalRow:
     ----------
     task : name of the task, one of ``eval.tasks``.
     method : dense attention (in variants by the kernel that ran, where several do), a gate, a baseline, or a router.
-    setting : requested setting, e.g. ``sparsity 0.9`` or ``2 probes``.
+    setting : requested setting.
     score, score_name : main metric of the task, and its name.
     interval : 95 % confidence interval of the score; None with one sample.
     ratio_to_dense : score divided by the score of dense attention on the same samples.
@@ -44,7 +80,7 @@ class EvalRow:
 
     task: str
     method: Method
-    setting: str
+    setting: Setting
     score: float
     score_name: str
     interval: tuple[float, float] | None = None
@@ -62,8 +98,8 @@ class EvalRow:
         return self.extra.get("batch", 1) == 1 and not self.extra.get("situation")
 
     def plain(self) -> dict[str, Any]:
-        """Returns the fields of the row for a file, the method by its name."""
-        return asdict(self) | {"method": str(self.method)}
+        """Returns the fields of the row for a file, method and setting as text."""
+        return asdict(self) | {"method": str(self.method), "setting": str(self.setting)}
 
 
 def ratio_to(dense: float | None, score: float) -> float | None:

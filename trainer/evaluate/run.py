@@ -132,7 +132,7 @@ def _print_tables(rows: list[EvalRow], notes: list[str]) -> "Console":
 
 def summary(rows: Sequence[EvalRow], cfg: EvalConfig) -> dict[str, float]:
     """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: benchmark, length and batch."""
-    return {"/".join(filter(None, (row.task, *_sizes(row, cfg), str(row.method), row.setting))): row.score for row in rows}
+    return {"/".join(filter(None, (row.task, *_sizes(row, cfg), str(row.method), str(row.setting)))): row.score for row in rows}
 
 
 def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:

@@ -137,6 +137,7 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
 
     from msattn.trainer.data.tasks.ruler import Sample
     from msattn.trainer.errors import UserError
+    from msattn.trainer.evaluate.row import Setting
     from msattn.trainer.evaluate.tasks import ruler
     from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting
     from msattn.trainer.methods.base import DENSE, Method
@@ -155,7 +156,7 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
             own = [each for each in given if each is not None]
             spent = {"selectivity": fmean(each["kept"] for each in own), "latency_s": fmean(each["seconds"] for each in own)}
             method = DENSE if press == "dense" else Method(f"kvpress {press}")
-            case = MethodSetting(method, "" if method.is_dense else f"{100 * share:g} % of keys", nullcontext)
+            case = MethodSetting(method, Setting() if method.is_dense else Setting("keys", share), nullcontext)
             texts = Answers([each["tokens"] for each in own], [each["text"] for each in own], spent)
             row = ruler.as_row(case, samples, texts, length, dense)
             dense = row if method.is_dense else dense

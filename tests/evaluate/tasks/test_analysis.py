@@ -87,7 +87,7 @@ def test_deviation_finds_drift_with_the_position() -> None:
         sizes.num_buckets[name] = BUCKETS
         sizes.training[name, 0] = torch.randint(BUCKETS, (HEADS, 1000), generator=generator)
         sizes.heldout[name, 0] = list(heldout)
-    rows = {(str(row.method), row.setting): row for row in sizes.rows(LENGTH)}
+    rows = {(str(row.method), str(row.setting)): row for row in sizes.rows(LENGTH)}
     assert len(rows) == 8
     steady = [rows["buckets of steady", way].score for way in ("training text", "one prompt", "one range of positions")]
     assert max(steady) < 0.35
@@ -106,7 +106,7 @@ def test_mass_in_top_keys_against_sorting() -> None:
     for queries in query_batches(x, 1, positions, WINDOW_KEYS):
         measured.add_queries(x, 1, queries)
     everywhere, far = measured.rows(LENGTH, num_chunks=1)
-    assert far.setting == "outside the window"
+    assert str(far.setting) == "outside the window"
     for row, chosen in ((everywhere, lambda p: range(p + 1)), (far, far_keys)):
         expected = torch.zeros(GROUP, len(SHARES), dtype=torch.float64)
         for head in range(GROUP):
@@ -177,7 +177,7 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
             reads.add(head, queries)
     errors = selectivity.Selectivity()
     errors.add(0, reads)
-    rows = {(str(row.method), row.setting): row for row in errors.rows(LENGTH)}
+    rows = {(str(row.method), str(row.setting)): row for row in errors.rows(LENGTH)}
     assert {setting for name, setting in rows if name == "k-means"} == {"1 probe", "2 probes", "4 probes"}
     q, q_nope = (each[0, :, positions].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
     assert isinstance(method.router, KMeans)

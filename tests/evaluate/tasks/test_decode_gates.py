@@ -64,7 +64,7 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     assert not any("No decode_gate" in note for note in found.notes)
     assert [str(each.method) for each in with_k_means(found).bucket_routings] == [], "their blocks are no partition"
     rows = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
-    by_name = {(row.task, str(row.method), row.setting): row for row in rows}
+    by_name = {(row.task, str(row.method), str(row.setting)): row for row in rows}
     assert len(rows) == len(by_name)
     for suffix in ("", ", independent"):  # one choice serves a query group anyway
         for setting in ("1 probe", f"{BLOCKS} probes"):

@@ -9,6 +9,7 @@ import torch
 from msattn import attach
 from msattn.trainer import models
 from msattn.trainer.evaluate import compared
+from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.tasks import needle
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
@@ -23,12 +24,13 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     routing = replace(found.bucket_routings[0], dense_layers=())
     routing.router.artifact = None  # skips the check of the model: this one has other weights
     dense = needle.prefill_samples(loaded, samples, lambda: None)
-    plan = {"all": BUCKETS, "none": 0, "all again": BUCKETS}
+    plan = {Setting("all"): BUCKETS, Setting("none"): 0, Setting("all again"): BUCKETS}
     routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
-    assert torch.equal(routed["all"].predicted, dense.predicted)
-    assert torch.equal(routed["all again"].predicted, dense.predicted)  # the shared cache is unchanged
-    assert routed["all"].spent["selectivity"] == pytest.approx(1)
-    assert routed["none"].spent["selectivity"] < 0.5
+    every, none, again = routed.values()
+    assert torch.equal(every.predicted, dense.predicted)
+    assert torch.equal(again.predicted, dense.predicted)  # the shared cache is unchanged
+    assert every.spent["selectivity"] == pytest.approx(1)
+    assert none.spent["selectivity"] < 0.5
 
 
 def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(loaded: Loaded, tmp_path: Path, text: str) -> None:

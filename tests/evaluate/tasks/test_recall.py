@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig
 from msattn.trainer.evaluate import calibration, compared
-from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.tasks import needle, perplexity, recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -44,7 +44,7 @@ def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_p
     cfg = config(tmp_path, text, baselines=["sink_local"])
     found = compared.find_compared(cfg, loaded, torch.device("cpu"))
     rows = rows_of(perplexity, loaded, cfg, found)
-    (row,) = [row for row in rows if row.setting == "sparsity 0.6"]
+    (row,) = [row for row in rows if str(str(row.setting)) == "sparsity 0.6"]
     ((_, select),) = found.block_selections[0].settings([0.6])
     shares = []
     texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
@@ -64,7 +64,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     found = compared.find_compared(cfg, loaded, torch.device("cpu"))
     (routing,) = found.bucket_routings
     rows = rows_of(recall, loaded, cfg, replace(found, block_selections=[]))
-    by_name = {(str(row.method), row.setting): row for row in rows}
+    by_name = {(str(row.method), str(row.setting)): row for row in rows}
     every = by_name["k-means, independent", f"{BUCKETS} probes"]
     assert every.score == pytest.approx(1, abs=1e-5)
     assert every.selectivity == pytest.approx(1)
@@ -108,12 +108,12 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     found = compared.find_compared(cfg, loaded, torch.device("cpu"))
     calibration.calibrate_routers(found, cfg, loaded)
     classifier, kmeans = found.bucket_routings
-    assert classifier.own_settings() == [("20 % of far keys", 0.2)]
-    assert kmeans.own_settings() == [("4 probes", 4)]
-    assert kmeans.settings([1], [0.5]) == [("1 probe", 1)]
+    assert classifier.own_settings() == [(Setting("far keys", 0.2), 0.2)]
+    assert kmeans.own_settings() == [(Setting("probes", 4), 4)]
+    assert kmeans.settings([1], [0.5]) == [(Setting("probes", 1), 1)]
     assert "classifier: its artifact holds no thresholds" in found.notes[-1]
 
-    rows = {(str(row.method), row.setting): row for row in rows_of(recall, loaded, cfg, found)}
+    rows = {(str(row.method), str(row.setting)): row for row in rows_of(recall, loaded, cfg, found)}
     name = "classifier, calibrated"
     assert set(rows) == {(name, "10 % of far keys"), (name, "50 % of far keys"), (str(WINDOW), "0 probes")}
     nearest = (rows[str(WINDOW), "0 probes"], *(rows[name, f"{share} % of far keys"] for share in (10, 50)))
@@ -121,7 +121,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert window < few < many < 1
     assert nearest[0].score < nearest[1].score < nearest[2].score
     assert (many - window) / (1 - window) == pytest.approx(0.5, abs=0.15)
-    asked = [(str(row.method), row.setting) for row in rows_of(needle, loaded, cfg, found)]
+    asked = [(str(row.method), str(row.setting)) for row in rows_of(needle, loaded, cfg, found)]
     share = "50 % of far keys"
     assert asked == [("dense", ""), (str(WINDOW), "0 probes"), (name, share), (f"{name}, independent", share)]
 
@@ -132,4 +132,4 @@ def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) 
     found = compared.find_compared(cfg, loaded, torch.device("cpu"))
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
     rows = rows_of(recall, loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found)
-    assert [(str(row.method), row.setting) for row in rows] == [(str(WINDOW), "0 probes")]
+    assert [(str(row.method), str(row.setting)) for row in rows] == [(str(WINDOW), "0 probes")]

@@ -13,7 +13,7 @@ from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Sample
 from msattn.trainer.evaluate.compared import ComparedSelection
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import answers, ruler
 from msattn.trainer.evaluate.tasks.answers import Question
@@ -42,7 +42,7 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
 
     def row(method: str, dense: EvalRow | None) -> EvalRow:
         found = answers.Answers([], texts[method], {"sparsity": 0.5})
-        return ruler.as_row(answers.MethodSetting(method, "", nullcontext), samples, found, 1000, dense)
+        return ruler.as_row(answers.MethodSetting(method, Setting(), nullcontext), samples, found, 1000, dense)
 
     dense = row("dense", None)
     gate = row("gate", dense)

@@ -50,13 +50,13 @@ def analysis_buckets(rows: list[EvalRow]) -> "Figure | None":
     if not partitions:
         return None
     figure, (dots, positions, sizes) = subplots(1, 3, (12.6, 4.3))
-    ways = [row.setting for row in partitions[0][1]]
+    ways = [str(row.setting) for row in partitions[0][1]]
     for number, (method, points) in enumerate(partitions):
         color, marker = PARTITION_STYLES[number % 2]
         name = method.label
         for row in points:
             away = row.extra["deviations"]
-            height = ways.index(row.setting) + 0.22 * (number - 0.5)
+            height = ways.index(str(row.setting)) + 0.22 * (number - 0.5)
             label = name if row is points[0] else None
             dots.plot(away, [height] * len(away), color=color, marker=marker, linestyle="none", alpha=0.65, label=label)
         drifting = points[-1].extra["deviations"]  # ranges of positions are the last way

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.tables import filled, with_columns
-from msattn.trainer.evaluate.row import EvalRow, flat
+from msattn.trainer.evaluate.row import EvalRow, Setting, flat
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
@@ -34,7 +34,7 @@ class ComparedRow(NamedTuple):
         return {
             "task": ", ".join(filter(None, _of(self.row))),
             "method": self.row.method.label,
-            "setting": self.row.setting,
+            "setting": str(self.row.setting),
             "this": score_text(task, score),
             "other": score_text(task, self.other),
             "difference": _difference(task, score, self.other),
@@ -76,7 +76,10 @@ def read_results(folder: str) -> dict[str, Any]:
 def _rows(results: dict[str, Any]) -> list[EvalRow]:
     """Returns the rows of a file, whose methods stand beside them by name (in earlier ones, there are only names)."""
     methods = {name: Method.from_fields(each) for name, each in results.get("methods", {}).items()}
-    return [EvalRow(**row | {"method": methods.get(row["method"], Method(row["method"]))}) for row in results["rows"]]
+    return [
+        EvalRow(**row | {"method": methods.get(row["method"], Method(row["method"])), "setting": Setting(row["setting"])})
+        for row in results["rows"]
+    ]
 
 
 def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: dict[str, Any]) -> Comparison:
@@ -125,7 +128,7 @@ def _difference(task: str, here: float, there: float) -> str:
 
 def _key(row: EvalRow) -> tuple[Any, ...]:
     sample = row.extra.get("length"), row.extra.get("batch", 1), row.extra.get("benchmark")
-    return row.task, *sample, str(row.method), row.setting
+    return row.task, *sample, str(row.method), str(row.setting)
 
 
 def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -171,7 +174,7 @@ def _table(found: dict[str, list[EvalRow]]) -> "Table":
     cells: dict[tuple[str, Method], dict[str, str]] = {}
     for name, rows in found.items():
         for row in (row for row in rows if row.method.is_trained):
-            column = " ".join(filter(None, (*_of(row), row.setting)))
+            column = " ".join(filter(None, (*_of(row), str(row.setting))))
             cells.setdefault((name, row.method), {})[column] = score_text(row.task, row.score)
     columns = list(dict.fromkeys(column for line in cells.values() for column in line))
     shown = with_columns("All evaluations", ["name", "method", *columns], ("name", "method"))

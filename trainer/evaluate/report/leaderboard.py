@@ -1,12 +1,9 @@
 """RULER's scores in the layout of kvpress' leaderboard: a line for each method, a column for each share of keys left out."""
 
-import re
 from collections.abc import Sequence
 from statistics import fmean
 
 from msattn.trainer.evaluate.row import EvalRow
-
-ASKED = re.compile(r"sparsity (?P<left_out>[\d.]+)|(about )?(?P<read>[\d.]+) % of (far )?keys")
 
 
 def leaderboard(rows: Sequence[EvalRow]) -> str:
@@ -33,10 +30,8 @@ def _column(row: EvalRow) -> str:
     """Returns the share of blocks or keys that was to be left out, kvpress' compression ratio; of others, their setting."""
     if row.method.is_dense:
         return "0 %"
-    found = ASKED.fullmatch(row.setting)
-    if not found:
-        return row.setting
-    return f"{100 * float(found['left_out']) if found['left_out'] else 100 - float(found['read']):g} %"
+    left_out = row.setting.left_out
+    return str(row.setting) if left_out is None else f"{100 * left_out:.4g} %"
 
 
 def _cell(row: EvalRow | None) -> str:

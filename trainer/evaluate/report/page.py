@@ -166,7 +166,7 @@ def _prompt(answers: list[tuple[EvalRow, dict[str, Any]]]) -> str:
     shown = f"<mark>{escape(expected)}</mark>".join(map(escape, parts))
     answers_by_method = {
         "method": [row.method.label for row, _ in answers],
-        "setting": [row.setting for row, _ in answers],
+        "setting": [str(row.setting) for row, _ in answers],
         "answer": [(("✗ ", "✓ ")[example["correct"]] if expected else "") + example["answer"] for _, example in answers],
     }
     wanted = f"<p>Expected answer: <mark>{escape(expected)}</mark></p>" if expected else ""

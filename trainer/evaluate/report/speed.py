@@ -14,7 +14,7 @@ from msattn.trainer.evaluate.report.style import (
     row_title,
     subplots,
 )
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import Method
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
     """Plots lines on logarithmic axes with a legend below them."""
     for number, (name, points) in enumerate(dense.items()):
         plot_line(axes, points, name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
-    lines: dict[tuple[Method, str], list[EvalRow]] = {}
+    lines: dict[tuple[Method, Setting], list[EvalRow]] = {}
     for row in sparse:
         lines.setdefault((row.method, row.setting), []).append(row)
     one_of_each = len({method for method, _ in lines}) == len(lines)
@@ -104,7 +104,7 @@ def latency(rows: list[EvalRow]) -> "Figure | None":
     if not rows:
         return None
     figure, (speedup, parts) = subplots(1, 2, (11.5, 5.2))
-    sparse = [row for row in rows if row.setting and row.ratio_to_dense]
+    sparse = [row for row in rows if not row.method.is_dense and row.ratio_to_dense]
     plot_by_length(speedup, sparse, lambda row: 1 / (row.ratio_to_dense or 1.0))
     speedup.axhline(1, color=INK, linewidth=0.8)
     speedup.set(ylabel="speed-up over the fastest dense attention")

@@ -23,7 +23,7 @@ HIGHEST_RISE = 200.0  # percent; a model that far above dense attention is broke
 
 
 def row_title(row: EvalRow) -> str:
-    return f"{row.method.label}, {row.setting}" if row.setting else row.method.label
+    return ", ".join(filter(None, (row.method.label, str(row.setting))))
 
 
 def percent(share: float | None) -> float:

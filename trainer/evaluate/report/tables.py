@@ -43,7 +43,7 @@ def caption(rows: list[EvalRow]) -> str:
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
     task = record(rows[0].task)
-    columns = {"method": [row.method.label for row in rows], "setting": [row.setting for row in rows]}
+    columns = {"method": [row.method.label for row in rows], "setting": [str(row.setting) for row in rows]}
     common = {name: cell for name, cell in COMMON_COLUMNS.items() if name not in task.hidden}
     for name, (key, form) in {**task.columns, **common}.items():
         if name == SPEEDUP:

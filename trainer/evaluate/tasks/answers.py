@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.intervals import paired_proportions
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
@@ -23,7 +23,7 @@ class MethodSetting(NamedTuple):
     """A method in a setting; ``attach`` returns the context in which it runs."""
 
     method: Method
-    setting: str
+    setting: Setting
     attach: Callable[[], AbstractContextManager[Sparse | None]]
 
 
@@ -54,7 +54,7 @@ def cases(
 
     Without ``probes``, a routing has the setting that is configured, or the number that its artifact records.
     """
-    found = [MethodSetting(DENSE, "", nullcontext)]
+    found = [MethodSetting(DENSE, Setting(), nullcontext)]
     for method in methods.block_selections:
         found += [
             MethodSetting(method.method, label, partial(method.attach, loaded.model, select))

@@ -21,7 +21,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.timing import (
     ALWAYS_DENSE,
@@ -62,7 +62,7 @@ class DecodingCase(NamedTuple):
     """A method in a setting, what launches its tokens, a function of batch and length, and the largest batch to measure."""
 
     method: Method
-    setting: str
+    setting: Setting
     launched_by: str
     measure: Callable[[int, int], DecodingRun]
     largest_batch: int | None = None
@@ -111,13 +111,15 @@ def _cases(job: Job) -> list[DecodingCase]:
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
     growing = partial(random_dynamic_cache, model, seed=seed)  # transformers' default
     by_transformers = partial(measure_generate, model, growing, min(tokens, TRANSFORMERS_TOKENS), nullcontext)
-    cases = [DecodingCase(TRANSFORMERS, "", "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
+    cases = [DecodingCase(TRANSFORMERS, Setting(), "generate", by_transformers, cfg.eval.decoding.transformers_batch)]
     fixed = partial(random_cache, model, new_tokens=WARMUP_TOKENS + tokens + 1, seed=seed)  # a pass more, before it stops
     launched_by = "CUDA graph" if model.device.type == "cuda" else "host"
     for name, kernel in SDPA_BACKENDS[model.device.type].items():
-        cases.append(DecodingCase(DENSE.of(name), "", launched_by, partial(measure_kernel, model, kernel, fixed, tokens)))
-    attached: list[tuple[Method, str, Attached]] = [
-        (SAME_MACHINERY, "", partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE))
+        cases.append(
+            DecodingCase(DENSE.of(name), Setting(), launched_by, partial(measure_kernel, model, kernel, fixed, tokens))
+        )
+    attached: list[tuple[Method, Setting, Attached]] = [
+        (SAME_MACHINERY, Setting(), partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE))
     ]
     attached += [
         (routing.method_at(setting), label, partial(routing.attach, model, setting))

@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from msattn.trainer.config import LatencyConfig
 from msattn.trainer.evaluate.compared import ComparedSelection
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
 from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate, with_growing_layers
 from msattn.trainer.methods.base import DENSE, Method
@@ -56,7 +56,7 @@ class LatencyCase(NamedTuple):
     """A method in a setting, the SDPA ``kernel`` that it uses, and a function that attaches it to the model."""
 
     method: Method
-    setting: str
+    setting: Setting
     kernel: str | None
     attached: Attached
 
@@ -94,7 +94,7 @@ def run(job: Job) -> list[EvalRow]:
     if not any(block.gate for block in blocks):
         blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
-    dense = [LatencyCase(DENSE.of(name), "", kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
+    dense = [LatencyCase(DENSE.of(name), Setting(), kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
     cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
     of_situations = dense + [_sparse_cases(model, block, [block.select.sparsity or 0.0])[0] for block in blocks]
@@ -209,7 +209,7 @@ def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cach
 
 
 def as_row(
-    method: Method, setting: str, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
+    method: Method, setting: Setting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
 ) -> EvalRow:
     """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
     seconds = done.median_s
@@ -225,13 +225,14 @@ def as_row(
         "samples": len(done.seconds),
         "extra": extra,
     }
-    label, ratio = ", ".join(filter(None, (setting, situation))), seconds / min(dense.values()) if dense else None
-    return EvalRow("latency", method, label, seconds, "seconds to the first token", None, ratio, **fields)
+    ratio = seconds / min(dense.values()) if dense else None
+    setting = replace(setting, situation=situation)
+    return EvalRow("latency", method, setting, seconds, "seconds to the first token", None, ratio, **fields)
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
-    found: dict[tuple[Method, str], int | None] = {}
+    found: dict[tuple[Method, Setting], int | None] = {}
     whole = [each for each in rows if not each.method.is_dense and not each.extra["situation"]]
     for method, setting in dict.fromkeys((each.method, each.setting) for each in whole):
         own = (each for each in rows if (each.method, each.setting) == (method, setting))

@@ -36,7 +36,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.intervals import stratified_interval, wilson
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, Question, answer, cases, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -83,20 +83,18 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     cfg, settings, loaded = job.cfg, job.cfg.eval.leval, job.loaded
     asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
 
-    def row(
-        method: Method, setting: str, found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, done: list[EvalRow]
-    ) -> EvalRow:
+    def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, done: list[EvalRow]) -> EvalRow:
         scores = answer_scores(loaded, settings.max_new_tokens, asked, case) if settings.answers else None
-        return as_row(method, setting, asked, found, scores, spent, length, done[0] if done else None)
+        return as_row(case.method, case.setting, asked, found, scores, spent, length, done[0] if done else None)
 
     def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
-        return [row(case.method, case.setting, *prefilled(loaded, asked, case, advance), case, done)]
+        return [row(*prefilled(loaded, asked, case, advance), case, done)]
 
     def decode(
         method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
     ) -> list[EvalRow]:
         results = decoded(loaded, asked, method, plan, advance)
-        return [row(case.method, case.setting, *result, case, done) for case, result in zip(plan, results, strict=True)]
+        return [row(*result, case, done) for case, result in zip(plan, results, strict=True)]
 
     blocks, routings = replace(job.methods, bucket_routings=[]), job.methods.bucket_routings
     plan = [
@@ -274,7 +272,7 @@ def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
 
 def as_row(
     method: Method,
-    setting: str,
+    setting: Setting,
     asked: list[Asked],
     found: list[Likelihood],
     scores: list[float] | None,

@@ -27,7 +27,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import ComparedRouting, with_independent
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
-from msattn.trainer.evaluate.row import EvalRow, ratio_to
+from msattn.trainer.evaluate.row import EvalRow, Setting, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, paired_answers, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
@@ -122,7 +122,7 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
         return [as_row(case.method, case.setting, samples, result, done[0] if done else None, cfg)]
 
     def decode(
-        method: ComparedRouting, asked: dict[str, int | float], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, asked: dict[Setting, int | float], advance: Callable[[], None], done: list[EvalRow]
     ) -> list[EvalRow]:
         results = decode_samples(loaded, samples, method, asked, advance)
         return [
@@ -201,11 +201,11 @@ def prefill_samples(
 
 @torch.inference_mode()
 def decode_samples(
-    loaded: Loaded, samples: Samples, method: ComparedRouting, plan: dict[str, int | float], advance: Callable[[], None]
-) -> dict[str, NeedleResult]:
+    loaded: Loaded, samples: Samples, method: ComparedRouting, plan: dict[Setting, int | float], advance: Callable[[], None]
+) -> dict[Setting, NeedleResult]:
     """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
-    predicted: dict[str, list[Tensor]] = {label: [] for label in plan}
-    spent: dict[str, dict[str, Any]] = {
+    predicted: dict[Setting, list[Tensor]] = {label: [] for label in plan}
+    spent: dict[Setting, dict[str, Any]] = {
         label: {"sparsity": None, "selectivity": 0.0, "latency_s": 0.0, "peak_memory_mb": 0.0} for label in plan
     }
     for ids in samples.batches():
@@ -233,7 +233,7 @@ def decode_samples(
 
 
 def as_row(
-    method: Method, setting: str, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
+    method: Method, setting: Setting, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
 ) -> EvalRow:
     """Returns the row of a result; ``dense`` is the row of dense attention, None for dense attention itself."""
     found = samples.found(result.predicted)

@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import ComparedSelection
 from msattn.trainer.evaluate.intervals import Interval, mean_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.methods.base import DENSE, Method
@@ -76,10 +76,10 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
     def dense(advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up
         runs.append(measure(loaded, texts, nullcontext(), advance, None))
-        return [to_row(DENSE, "", runs[0], runs[0])]
+        return [to_row(DENSE, Setting(), runs[0], runs[0])]
 
     def sparse(
-        method: ComparedSelection, label: str, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
+        method: ComparedSelection, label: Setting, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
     ) -> list[EvalRow]:
         with method.attach(loaded.model, select, measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:
@@ -131,7 +131,13 @@ def measure(
 
 
 def as_row(
-    task: str, method: Method, setting: str, run: PerplexityRun, dense: PerplexityRun, bits_per_byte_of_nats: float, length: int
+    task: str,
+    method: Method,
+    setting: Setting,
+    run: PerplexityRun,
+    dense: PerplexityRun,
+    bits_per_byte_of_nats: float,
+    length: int,
 ) -> EvalRow:
     """Returns the row of a run; raises UserError if its loss is not finite."""
     loss, spread = fmean(run.losses), mean_interval(run.losses)

@@ -10,7 +10,7 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
-from msattn.trainer.evaluate.row import WINDOW
+from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
@@ -31,7 +31,7 @@ class PrefillReads:
     """Block maps of three layers in one prefill: the true map, the scores of ``method`` and the blocks that it reads."""
 
     method: ComparedSelection
-    setting: str
+    setting: Setting
     select: SelectConfig
     maps: BlockMaps
 
@@ -49,7 +49,7 @@ class PrefillReads:
             {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in maps]}
             for (layer, head), maps in self.maps.maps.items()
         ]
-        return {"method": self.method.method.label, "setting": self.setting, "heads": heads}
+        return {"method": self.method.method.label, "setting": str(self.setting), "heads": heads}
 
 
 @dataclass
@@ -84,7 +84,7 @@ class DecodingReads:
 
     def data(self) -> dict[str, Any]:
         """Returns the layer, the head, and shares of mass and of keys in up to ``BINS`` groups of neighbouring keys."""
-        return self.stored | {"setting": f"{self.probes} probe" + "s" * (self.probes != 1)}
+        return self.stored | {"setting": str(Setting("probes", self.probes))}
 
 
 def collect(loaded: Loaded, input_ids: Tensor, methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:

@@ -21,7 +21,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.intervals import mean_interval, within
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.task import ERROR, SHARE, Task
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
@@ -54,7 +54,7 @@ class MethodRecall:
     routed: bool
     by_layer: dict[int, list[LayerRecall]] = field(default_factory=lambda: defaultdict(list))
 
-    def as_row(self, method: Method, setting: str, length: int) -> EvalRow:
+    def as_row(self, method: Method, setting: Setting, length: int) -> EvalRow:
         """Returns the means over layers, heads and chunks of ``length`` tokens; ``extra`` holds the values of each head."""
         layers = sorted(self.by_layer)
         of_layers = [[torch.stack(parts).cpu() for parts in zip(*self.by_layer[layer], strict=True)] for layer in layers]
@@ -83,7 +83,7 @@ def run(job: Job) -> list[EvalRow]:
     """
     loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
     chunks = heldout_chunks(job, settings.length, settings.num_chunks)
-    recalls: dict[tuple[Method, str], MethodRecall] = {}
+    recalls: dict[tuple[Method, Setting], MethodRecall] = {}
     advance = job.bar("recall", len(chunks) * len(served_layers(loaded.model.config)))
 
     def measured_dense_attention(x: LayerInputs) -> Tensor:
@@ -130,7 +130,7 @@ def compare(sparse: SparseAttention, out: Tensor, lse: Tensor, share: Tensor) ->
 
 def block_recalls(
     x: LayerInputs, dense: MaxPoolAttention, method: ComparedSelection, sparsities: list[float]
-) -> dict[str, LayerRecall]:
+) -> dict[Setting, LayerRecall]:
     """Returns ``{setting: recall}`` of one block selection; its scores are computed once for all sparsities."""
     selections = {label: method.selection(select) for label, select in method.settings(sparsities)}
     scores, recalls = None, {}
@@ -144,7 +144,7 @@ def block_recalls(
 
 def bucket_recalls(
     x: LayerInputs, dense: MaxPoolAttention, method: ComparedRouting, cfg: EvalRunConfig, first: bool
-) -> dict[tuple[Method, str], LayerRecall]:
+) -> dict[tuple[Method, Setting], LayerRecall]:
     """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
 
     The ``first`` router also gives the entries that need no router: oracle routing over its buckets, the dense window alone.

@@ -20,7 +20,7 @@ from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting
 from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, random_gate, random_router, speedups
@@ -87,9 +87,9 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> lis
     trained = prompts.is_trained and tokens.is_trained
     both = Method(f"{prompts} + {tokens}", f"{prompts.label} + {tokens.label}", trained=trained)
     return [
-        MethodSetting(TRANSFORMERS, "", nullcontext),
-        MethodSetting(SAME_ENGINE, "", partial(attached, dense_below=ALWAYS_DENSE)),
-        MethodSetting(both, f"{described}, {read}", attached),
+        MethodSetting(TRANSFORMERS, Setting(), nullcontext),
+        MethodSetting(SAME_ENGINE, Setting(), partial(attached, dense_below=ALWAYS_DENSE)),
+        MethodSetting(both, Setting(f"{described}, {read}"), attached),
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import Method
 
 REPEATS = 10  # samples of the training and of the held-out text, as in the paper
@@ -102,4 +102,4 @@ class SampledBuckets:
             }
             method, prompts = Method(f"buckets of {partition}", partition.label), len(self.heldout[partition, layers[0]])
             score = away.mean().item()
-            yield EvalRow("analysis", method, way, score, "deviation of bucket sizes", samples=prompts, extra=extra)
+            yield EvalRow("analysis", method, Setting(way), score, "deviation of bucket sizes", samples=prompts, extra=extra)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
 
@@ -91,7 +91,9 @@ class Planes:
             "planes": self.pictures[stage],
         }
         score = means["cosine"]
-        return EvalRow("analysis", Method("queries and keys"), stage, score, "cosine of the means", samples=1, extra=extra)
+        return EvalRow(
+            "analysis", Method("queries and keys"), Setting(stage), score, "cosine of the means", samples=1, extra=extra
+        )
 
 
 def _picture(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.evaluate.compared import ComparedRouting
-from msattn.trainer.evaluate.row import WINDOW, EvalRow
+from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Queries, counts_of
 from msattn.trainer.evaluate.tasks.recall import LayerRecall, MethodRecall
 from msattn.trainer.methods.base import Method
@@ -88,7 +88,7 @@ class LayerReads:
     values: Tensor  # [Hkv, M, D]
     routed: dict[Method, RoutedKeys]
     generator: torch.Generator
-    settings: dict[Method, list[str]] = field(default_factory=dict)
+    settings: dict[Method, list[Setting]] = field(default_factory=dict)
     parts: dict[Method, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
 
     @classmethod
@@ -110,23 +110,23 @@ class LayerReads:
             read = read_in_stages(queries, values, stage, len(settings) + 1)
             self.parts.setdefault(name, {}).setdefault(head, []).append(read)
 
-    def recalls(self) -> Iterator[tuple[Method, str, LayerRecall]]:
+    def recalls(self) -> Iterator[tuple[Method, Setting, LayerRecall]]:
         """Yields ``(method, setting, recall)``, the window first."""
         for number, (name, by_head) in enumerate(self.parts.items()):
             stages = _by_stage(list(by_head.values()))
             if not number:
-                yield WINDOW, "0 probes", stages[0]
+                yield WINDOW, Setting("probes", 0), stages[0]
             for setting, recall in zip(self.settings[name], stages[1:], strict=True):
                 yield name, setting, recall
 
-    def _stages(self, head: int, queries: Queries) -> Iterator[tuple[Method, list[str], Tensor]]:
-        shares = [f"{share:.0%} of far keys" for share in SHARES]
+    def _stages(self, head: int, queries: Queries) -> Iterator[tuple[Method, list[Setting], Tensor]]:
+        shares = [Setting(f"{share:.0%} of far keys") for share in SHARES]
         yield ORACLE, shares, stages_of_shares(queries.logits, queries.far)
         chance = torch.rand(1, *queries.far.shape, generator=self.generator, device=queries.far.device)
         yield RANDOM, shares, stages_of_shares(chance, queries.far)
         for name, (probes, buckets, scores) in self.routed.items():
             stage = stages_of_buckets(scores[queries.rows, head], buckets[head], probes, queries.far)
-            yield name, [f"{count} probe" + "s" * (count != 1) for count in probes], stage
+            yield name, [Setting("probes", count) for count in probes], stage
 
 
 def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
@@ -146,7 +146,7 @@ def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
 class Selectivity:
     """Recall of each method and setting, with the fields of ``eval=recall``; a query group shares the probes of its routers."""
 
-    recalls: dict[tuple[Method, str], MethodRecall] = field(default_factory=dict)
+    recalls: dict[tuple[Method, Setting], MethodRecall] = field(default_factory=dict)
 
     def add(self, layer: int, reads: LayerReads) -> None:
         for method, setting, recall in reads.recalls():

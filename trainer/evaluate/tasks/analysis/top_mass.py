@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.tasks.analysis.queries import BATCH_SCORES, SHARES, Queries, counts_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
@@ -100,4 +100,4 @@ class TopMass:
             "by_head": by_head.tolist(),
         }
         method, name = MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS, f"mass in the top {SCORED:.0%}"
-        return EvalRow("analysis", method, kind, curve[scored], name, samples=num_chunks, extra=extra)
+        return EvalRow("analysis", method, Setting(kind), curve[scored], name, samples=num_chunks, extra=extra)
