@@ -210,3 +210,9 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
     """Loads the tokenizer of the model that ships with the package."""
     return PreTrainedTokenizerFast.from_pretrained(str(EMBEDDED_MODEL))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)

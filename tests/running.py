@@ -47,3 +47,21 @@ def metrics_lines(folder: Path) -> list[dict[str, Any]]:
 
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
+
+
+SMALL = [
+    "model.init=random",
+    "model.architecture.num_hidden_layers=2",
+    "tracker=none",
+    "device=cpu",
+    "data=text",
+    "data.path=text.txt",
+    "data.seq_len=128",
+]
+
+
+SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
+
+
+def text(words: int, word: str = "word") -> str:
+    return " ".join(f"{word}{i % 97}" for i in range(words))

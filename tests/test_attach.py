@@ -1,7 +1,5 @@
 """attach: dense results if everything is read, statistics of what is read, checks, and the restored model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +9,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import msattn
-from msattn.trainer import artifacts
-from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
-from msattn.trainer.models.identity import fingerprint
-from msattn.trainer.serving.attach import Sparse, attach, load
+from msattn.trainer.serving.attach import attach, load
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
-
-BLOCK, BUCKETS, LAYERS = 16, 6, 2
-EVERY_BLOCK = SelectConfig(sparsity=0.0)
-NEAREST_HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
+from tests.sparse import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, save
 
 
 @pytest.fixture
@@ -36,41 +28,9 @@ def model() -> Any:
     return tiny_model("llama")
 
 
-def gate_for(model: Any) -> Gate:
-    return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
-
-
-def half_by_pooled_scores(model: Any) -> Selection:
-    return Selection(TopK(sparsity=0.5), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
-
-
-@contextmanager
-def attach_reading_all(model: Any, **options: Any) -> Iterator[Sparse]:
-    """Attaches a gate and a router so that every key is read."""
-    settings: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": (), "qmodel": random_partition()}
-    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, **settings | options) as sparse:
-        yield sparse
-
-
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     mask = torch.ones_like(ids) if mask is None else mask
     return model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
-
-
-def save(folder: Path, model: Any, module: Gate | KMeans | QModel) -> Path:
-    kind = {Gate: "gate", KMeans: "kmeans", QModel: "qmodel"}[type(module)]
-    details = module.details() if isinstance(module, Gate) else {"layers": module.layers, "rope": module.rope}
-    return artifacts.write(
-        folder / kind,
-        kind=kind,
-        tensors=module.state_dict(),
-        config={},
-        model=fingerprint(model, id="tiny"),
-        details=details,
-        data="",
-        seed=0,
-        metrics={},
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

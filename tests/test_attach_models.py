@@ -15,7 +15,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving import build
 from tests.factory import random_partition, random_tokens, tiny_model
-from tests.test_attach import gate_for, save
+from tests.sparse import gate_for, save
 
 HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 SPARSE: dict[str, Any] = {"select": HALF, "probes": 1, "recent": 4, "dense_layers": ()}

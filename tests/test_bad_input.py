@@ -10,23 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.running import exit_code
+from tests.running import SMALL, SMALL_EVAL, exit_code, text
 
-SMALL = [
-    "model.init=random",
-    "model.architecture.num_hidden_layers=2",
-    "tracker=none",
-    "device=cpu",
-    "data=text",
-    "data.path=text.txt",
-    "data.seq_len=128",
-]
-SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
 SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
-
-
-def text(words: int, word: str = "word") -> str:
-    return " ".join(f"{word}{i % 97}" for i in range(words))
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.hub_server import Hub
-from tests.methods.gate.test_official import released
-from tests.running import succeed
-from tests.test_bad_input import SMALL, SMALL_EVAL, text
+from tests.methods.gate.released import released
+from tests.running import SMALL, SMALL_EVAL, succeed, text
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
 QMODEL = ["qmodel.num_prompts=2", "qmodel.long_range=8", "qmodel.hidden=16", "qmodel.batch_queries=8"]

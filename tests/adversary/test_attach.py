@@ -45,7 +45,7 @@ from tests.adversary.attached import (
 )
 from tests.adversary.tries import Tries, spread
 from tests.factory import random_partition, random_tokens, tiny_model
-from tests.methods.gate.test_decode_gate import random_decode_gate
+from tests.methods.gate.random_gates import random_decode_gate
 
 NUMBERS = (-1, 0, 1, 0.5, 2.5, 2**31, 10**30, math.nan, math.inf)
 FORMS: dict[str, Callable[[Any], Any]] = {

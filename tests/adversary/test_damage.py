@@ -16,8 +16,8 @@ from msattn.trainer.errors import Terminated
 from msattn.trainer.storage.parts import SETTINGS, FinishedParts
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
 from tests.adversary.tries import Tries, spread
-from tests.training.test_checkpoints_survive import TRAIN as LONGER
-from tests.training.test_checkpoints_survive import Line, run
+from tests.training.line import TRAIN as LONGER
+from tests.training.line import Line, run
 
 TRAIN = replace(LONGER, steps=9, save_every=3, log_every=9)
 DAMAGES = ["one bit flipped", "truncated", "empty", "all zeros", "bytes appended", "missing", "other content", "a folder"]

@@ -23,7 +23,7 @@ from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
 from tests.adversary.tries import Tries, spread, wait_until
-from tests.training.test_checkpoints_survive import TRAIN, Line, final_weights, run
+from tests.training.line import TRAIN, Line, final_weights, run
 
 HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}

@@ -22,8 +22,8 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
+from tests.artifacts import save
 from tests.jobs import Job
-from tests.test_artifacts import save
 
 FILES = ("a.json", "b.json", "c.json")  # of each generation of results; every file holds the generation's number
 

@@ -11,8 +11,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import RunConfig
 from msattn.trainer.data import cache
-from tests.running import exit_code
-from tests.test_bad_input import SMALL, text
+from tests.running import SMALL, exit_code, text
 
 TRAINING = [name for name, command in COMMANDS.items() if command.trains and issubclass(command.schema, RunConfig)]
 SHORT = [*SMALL, "name=new", "train.batch_size=1"]

@@ -1,7 +1,5 @@
 """Files of benchmarks: SQuAD's, HotpotQA's and L-Eval's form, and what is refused."""
 
-import json
-import lzma
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,7 @@ import pytest
 from msattn.trainer.data.benchmarks import LevalQuestion, read_hotpotqa, read_leval, read_squad
 from msattn.trainer.data.tasks.ruler import DocumentQuestion
 from msattn.trainer.errors import UserError
-
-
-def paragraph(context: str, *asked: tuple[str, list[str]]) -> dict[str, Any]:
-    return {"context": context, "qas": [{"question": q, "answers": [{"text": a} for a in answers]} for q, answers in asked]}
-
+from tests.data.texts import paragraph, write
 
 SQUAD = {
     "data": [
@@ -35,12 +29,6 @@ LEVAL = [
     },
     {"input": "a paper", "instructions": ["Which?\nA. one\nB. two"], "outputs": ["A "], "evaluation": "f1"},
 ]
-
-
-def write(path: Path, *values: Any) -> str:
-    text = "\n".join(json.dumps(value) for value in values).encode()
-    path.write_bytes(lzma.compress(text) if path.suffix == ".xz" else text)
-    return str(path)
 
 
 def test_questions_about_documents(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """RULER's tasks: sizes, templates and answers, found again by independent means."""
 
-import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,9 +12,8 @@ from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.config.evaluate import QUESTION_FILES
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.data.tasks.ruler import TASKS, Haystack, Sample
+from tests.data.texts import DRAW, TEXT, WORDS
 
-DRAW = random.Random(0)
-WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
 DOCUMENTS = [" ".join(DRAW.choices(WORDS, k=60)) for _ in range(30)]
 QUESTIONS = ruler.Questions(
     DOCUMENTS,
@@ -24,7 +22,6 @@ QUESTIONS = ruler.Questions(
         for i in range(20)
     ],
 )
-TEXT = " ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS))
 HAYSTACK = replace(Haystack.from_text(TEXT), questions=dict.fromkeys(QUESTION_FILES, QUESTIONS))
 
 

@@ -38,3 +38,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, content in (("gate", (gate.state_dict(), gate.details())), ("kmeans", kmeans)):
         write_artifact(artifacts.artifact_folder(outputs, "rand", "base", kind), kind, model, *content)
     return outputs
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for tasks of lm_eval."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tasks").mkdir()
+    return tmp_path / "tasks"

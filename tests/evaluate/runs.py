@@ -13,9 +13,12 @@ from torch import Tensor
 from msattn.trainer import artifacts, data
 from msattn.trainer.config import (
     DataConfig,
+    DecodingConfig,
     EvalConfig,
     EvalRunConfig,
+    LatencyConfig,
     ModelConfig,
+    ModelPresets,
     NeedleConfig,
     PerplexityConfig,
     RecallConfig,
@@ -54,6 +57,21 @@ def config(outputs: Path, text: str, **changes: object) -> EvalRunConfig:
         recent=16,
         sink=1,
     )
+
+
+def timed_config(outputs: Path, **changes: object) -> EvalRunConfig:
+    """A small configuration of ``latency`` and ``decoding``; ``changes`` replace fields."""
+    cfg = config(
+        outputs,
+        "unused",
+        tasks=["latency", "decoding"],
+        baselines=[],
+        latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01, chunk=100, turn=64),
+        decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
+    )
+    model = replace(cfg.model, presets=ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8))
+    select = SelectConfig(policy="calibrated", block_size=16)
+    return replace(cfg, **{"model": model, "data": DataConfig("stdlib"), "select": select, "probes": 2, **changes})
 
 
 def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[LayerInputs], object]) -> None:

@@ -19,9 +19,8 @@ from msattn.trainer.evaluate.tasks import needle, perplexity, ruler
 from msattn.trainer.evaluate.tasks.perplexity import PerplexityRun
 from tests.evaluate.named import named
 from tests.evaluate.runs import config
-from tests.running import SHAPE, WORDS, exit_code, succeed
-from tests.test_bad_input import SMALL
-from tests.test_bad_input import text as words
+from tests.running import SHAPE, SMALL, WORDS, exit_code, succeed
+from tests.running import text as words
 
 TIMES = ("latency_s", "peak_memory_mb")
 ROW = EvalRow(

@@ -13,14 +13,14 @@ from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import lm_eval
 from msattn.trainer.models.loading import Loaded
-from tests.evaluate.tasks.test_harness import folder, log_likelihood, write_task  # noqa: F401  # a fixture
+from tests.evaluate.harness_tasks import log_likelihood, write_task
 
 TEXT = " ".join(["the river ran past an old mill and nobody knew where it came from"] * 40)
 SERVED: dict[str, Any] = {"gate": "embedded", "select": "topk", "sparsity": 0.8, "dense_below": 0}
 
 
 @pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs a task of one request; returns its log-likelihood, and the results' record of the model."""
     write_task(folder, "river", [{"text": TEXT, "target": " whence"}], output_type="loglikelihood")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.modules import MODULES, ROOT
+from tests.house.modules import MODULES, ROOT, imports
 
 LIGHT = [
     "msattn",
@@ -83,3 +83,10 @@ def test_transformers_finds_no_kernels_package_of_ours() -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script, str(ROOT)], cwd=ROOT, env=environment, check=True)
+
+
+def test_tests_share_helpers_not_tests() -> None:
+    """Builders and oracles that several test files use stand in modules of their own."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
+        assert not names, f"{path.relative_to(ROOT)} imports {', '.join(sorted(names))}"

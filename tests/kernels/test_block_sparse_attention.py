@@ -12,9 +12,9 @@ from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.testing import random_block_mask, random_qkv, visible
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.block_maps import BLOCK_SPARSE, check, random_mask
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS
-from tests.kernels.test_block_maps import BLOCK_SPARSE, check, random_mask
 
 
 def test_reference_in_chunks_and_by_autograd(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

@@ -11,9 +11,9 @@ from msattn.kernels.multiscale_attention import multiscale_attention, zoom_of_ma
 from msattn.kernels.testing import random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import shared
+from tests.kernels.block_maps import MULTISCALE, check, random_zoom
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS
-from tests.kernels.test_block_maps import MULTISCALE, check, random_zoom
 
 
 @pytest.mark.slow

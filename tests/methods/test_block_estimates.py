@@ -12,7 +12,7 @@ from msattn.trainer.methods.untrained.scores.minference import MInference
 from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
 from msattn.trainer.methods.untrained.scores.xattention import XAttention
 from msattn.trainer.models.tap import LayerInputs
-from tests.methods.test_selection import layer_inputs
+from tests.methods.layers import layer_inputs
 
 BLOCK = 16
 SHAPES = [(96, 96), (70, 70), (32, 96)]  # queries, keys

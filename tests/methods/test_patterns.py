@@ -15,7 +15,7 @@ from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import random_tokens, tiny_model
-from tests.methods.test_selection import SHAPES, geometry, layer_inputs
+from tests.methods.layers import SHAPES, geometry, layer_inputs
 
 BLOCK = 16
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.common import block_counts
@@ -17,49 +16,17 @@ from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import AlwaysRead, Candidates, candidate_blocks, normalize_rows, sparsity
+from msattn.trainer.methods.blocks import AlwaysRead, Candidates, normalize_rows, sparsity
 from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
+from tests.methods.layers import BLOCK, SHAPES, geometry, layer_inputs
 
-CPU = torch.device("cpu")
-BLOCK = 16
-SHAPES = [  # queries, keys, left padding
-    (64, 64, None),
-    (70, 70, None),
-    (1, 1, None),
-    (7, 7, None),
-    (40, 75, None),
-    (75, 40, None),
-    (1, 33, None),
-    (70, 70, [0, 5, 69]),
-    (64, 64, [16, 0, 40]),
-    (30, 61, [0, 40, 50]),
-]
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
 BASELINES = [untrained_scorer(name) for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
-
-
-def layer_inputs(
-    num_queries: int = 70, num_keys: int | None = None, padding: list[int] | None = None, layer: int = 1, seed: int = 0
-) -> LayerInputs:
-    """Random inputs of one layer, four query heads to two key/value heads, without RoPE."""
-    batch = 1 if padding is None else len(padding)
-    q, k, v = testing.random_qkv(batch, 4, 2, num_queries, num_keys, 16, seed=seed)
-    q = q * 3  # sharper attention
-    ones = torch.ones(1, num_queries, 16)
-    return LayerInputs(
-        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones, sin=0 * ones, scale=0.25,
-        kv_start=testing.starts(padding), cache=None,
-    )  # fmt: skip
-
-
-def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
-    found = candidate_blocks(num_queries, num_keys, BLOCK, testing.starts(padding), CPU, AlwaysRead(0, 0))
-    return found.visible, found.always
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from msattn.trainer.serving.attach import attach
 from tests.factory import FAMILIES, OTHER_FAMILIES, random_tokens, tiny_model
-from tests.models.test_families import BUCKETS, gate_for, partition_for, run_in_passes
+from tests.sparse import BUCKETS, gate_for, partition_for, run_in_passes
 
 PROMPT, NEW = 200, 24  # tokens
 BATCH = 2

@@ -9,12 +9,7 @@ from msattn.trainer.data.tasks.sequences import needle_prompt
 from msattn.trainer.data.tasks.wordings import TRAINING
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.chat import around_prompt, encode_conversation, encode_prompt
-from tests.factory import embedded_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from tests.factory import TEMPLATE, embedded_tokenizer
 
 
 @pytest.fixture

@@ -11,22 +11,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.artifact import Shape
-from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
-from msattn.trainer.methods.policies import TopK
-from msattn.trainer.methods.selection import Selection
-from msattn.trainer.models.families import (
-    FAMILIES,
-    attention_layers,
-    check_supported,
-    family_of,
-    head_dim,
-    num_kv_heads,
-    output_logits,
-    served_layers,
-)
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
+from msattn.trainer.models.families import FAMILIES, attention_layers, check_supported, family_of, output_logits, served_layers
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import load
@@ -45,37 +32,13 @@ from tests.factory import (
     tiny_config,
     tiny_model,
 )
-from tests.test_attach import gate_for
+from tests.sparse import BLOCK, BUCKETS, attached, run_in_passes
 
-BLOCK, BUCKETS = 16, 6
 MIXED = [family for family, keys in OTHER_FAMILIES.items() if "layer_types" in keys]
 KEPT = {
     "sliding_attention": "it attends through a sliding window of 24 tokens",
     "linear_attention": "it is linear attention, which caches no keys",
 }
-
-
-def partition_for(model: Any) -> KMeans:
-    heads, size = num_kv_heads(model.config), head_dim(model.config)
-    return random_partition(BUCKETS, layers=served_layers(model.config), heads=heads, size=size)
-
-
-def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
-    """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
-    select = Selection(TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
-    window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
-    return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
-
-
-def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor) -> Tensor:
-    """Returns the logits of ``ids``, which are read in passes of the given lengths over one cache."""
-    cache, parts, positions = DynamicCache(config=model.config), ids.split(lengths, dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
-    logits, end = [], 0
-    for part in parts:
-        begin, end = end, end + part.shape[1]
-        place = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
-        logits.append(model(part, past_key_values=cache, **place).logits)
-    return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from msattn.trainer.models import fingerprint, load
 from tests.factory import random_tokens, tiny_architecture
 from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf
 from tests.running import exit_code, succeed
-from tests.test_attach import gate_for, save
+from tests.sparse import gate_for, save
 
 
 def load_gguf(path: Path | str, **options: Any) -> Any:

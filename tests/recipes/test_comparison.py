@@ -9,8 +9,7 @@ import pytest
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.recipes.comparison import main, parts_of, with_differences, write_rows
-from tests.data.test_benchmarks import write
-from tests.data.test_ruler import TEXT
+from tests.data.texts import TEXT, write
 
 GATE, QUEST, SLASH = Method("gate", trained=True), Method("quest"), Method("vertical_slash")
 ORACLE = Method("oracle", servable=False)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.serving.attach import Sparse
-from tests.factory import random_partition
-from tests.test_attach import BUCKETS
+from tests.factory import random_partition, tiny_model
+from tests.methods.gate.random_gates import random_decode_gate
+from tests.sparse import BUCKETS
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": (0,)}
 ALL_BUCKETS = {**ROUTED, "probes": BUCKETS}
@@ -31,3 +32,10 @@ def check_steps(sparse: Sparse, device: str, tokens: int) -> None:
 
 def close(a: Tensor, b: Tensor, tolerance: float = 2e-4) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def models(group: int) -> tuple[Any, Any]:
+    """A model whose key/value heads serve ``group`` query heads, and random decode gates for it."""
+    heads = {1: (2, 2), 2: (4, 2), 4: (4, 1), 7: (7, 1)}[group]
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
+    return tiny_model(**sizes), random_decode_gate(std=1.0, **sizes)

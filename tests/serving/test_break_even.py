@@ -8,7 +8,7 @@ from msattn.trainer.models.break_even import BREAK_EVEN, DECODING_COST
 from msattn.trainer.serving.attach import attach
 from tests.factory import random_tokens, tiny_model
 from tests.serving.decoding import ROUTED, close, generate
-from tests.test_attach import gate_for
+from tests.sparse import gate_for
 
 
 @torch.no_grad()

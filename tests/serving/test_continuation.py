@@ -16,7 +16,7 @@ from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_partition, random_tokens, tiny_model
-from tests.test_attach import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores
+from tests.sparse import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores
 
 HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn

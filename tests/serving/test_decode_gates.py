@@ -12,18 +12,11 @@ from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
-from tests.methods.gate.test_decode_gate import BLOCK, random_decode_gate
-from tests.serving.decoding import check_steps, close, generate
+from tests.methods.gate.random_gates import BLOCK, random_decode_gate
+from tests.serving.decoding import check_steps, close, generate, models
 
 RECENT, SINK, BLOCKS = 20, 2, 16
 OPTIONS: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
-
-
-def models(group: int) -> tuple[Any, Any]:
-    """A model whose key/value heads serve ``group`` query heads, and random decode gates for it."""
-    heads = {1: (2, 2), 2: (4, 2), 4: (4, 1), 7: (7, 1)}[group]
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
-    return tiny_model(**sizes), random_decode_gate(std=1.0, **sizes)
 
 
 def blocks_to_read(gate: Any, x: Any, probes: int, threshold: float | None = None) -> Tensor:

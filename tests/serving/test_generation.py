@@ -16,7 +16,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import NEAREST_HALF, gate_for
+from tests.sparse import NEAREST_HALF, gate_for
 
 
 @torch.no_grad()

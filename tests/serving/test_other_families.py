@@ -7,8 +7,8 @@ import torch
 
 from msattn.trainer.serving.fused import fused
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_model
-from tests.models.test_families import BUCKETS, attached
 from tests.serving.decoding import close, generate
+from tests.sparse import BUCKETS, attached
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.cache.passes import PagedPass
 from tests.factory import random_partition, tiny_model
-from tests.test_attach import EVERY_BLOCK, gate_for
+from tests.sparse import EVERY_BLOCK, gate_for
 
 PAGE, HEADS, SIZE, REQUESTS = 32, 2, 16, 7
 LENGTHS = [1, 33, 192, 100]

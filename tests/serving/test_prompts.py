@@ -16,7 +16,7 @@ from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.prompts import PromptGraph, PromptGraphs
 from tests.factory import random_tokens, tiny_model
 from tests.serving.decoding import ROUTED, close
-from tests.test_attach import gate_for
+from tests.sparse import gate_for
 
 BLOCKS: dict[str, Any] = {"select": {"sparsity": 0.5}, "dense_below": 0}
 

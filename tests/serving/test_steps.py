@@ -16,7 +16,7 @@ from msattn.trainer.serving.graphs import Step
 from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
-from tests.test_attach import gate_for
+from tests.sparse import gate_for
 
 MOSTLY_SLOW = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
 

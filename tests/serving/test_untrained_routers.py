@@ -25,9 +25,9 @@ from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_partition, random_tokens, tiny_model
-from tests.methods.gate.test_decode_gate import random_decode_gate
+from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import close, generate
-from tests.serving.test_decode_gates import models as grouped
+from tests.serving.decoding import models as grouped
 
 BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {

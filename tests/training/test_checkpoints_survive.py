@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.utils.data import Dataset
 
-from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import Fault, Terminated, UserError, exit_process, print_once
 from msattn.trainer.training import checkpoints as checkpoint_files
 from msattn.trainer.training.checkpoints import (
@@ -30,65 +28,10 @@ from msattn.trainer.training.checkpoints import (
     read_marker,
 )
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
-from msattn.trainer.training.loop import fit
-from msattn.trainer.training.tracker import Tracker
 from tests.jobs import GPUS, Job, LaunchedGpuJob, LaunchedJob
+from tests.training.line import BATCH_OF_THREE, ITEMS, TRAIN, Line, final_weights, run, seen
 
-TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
-ITEMS = 20
-BATCH_OF_THREE = 9  # the batch size of runs of three ranks, which cannot share a batch of eight
 Kind = TypeVar("Kind", bound=Job)
-
-
-class Numbers(Dataset[dict[str, Tensor]]):
-    """Item ``i`` is the number ``i``."""
-
-    def __len__(self) -> int:
-        return ITEMS
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"number": torch.tensor(float(index))}
-
-
-class Line(nn.Module):
-    """Fits a line with dropout, so that results depend on the random state.
-
-    It appends each number to the file ``seen``. ``pause`` slows steps and, ten times as much, saving.
-    """
-
-    def __init__(self, seen: Path, pause: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.line = nn.Linear(1, 1)
-        self.seen = seen
-        self.pause = pause
-        self.stop: tuple[int, int] | None = None  # (micro-batches, the signal to raise after them)
-        self.calls = 0
-        self.register_state_dict_post_hook(lambda *_: time.sleep(10 * pause))
-
-    def forward(self, number: Tensor) -> dict[str, Any]:
-        time.sleep(self.pause)
-        self.calls += 1
-        if self.stop is not None and self.calls == self.stop[0]:
-            signal.raise_signal(self.stop[1])
-        with self.seen.open("a") as file:
-            file.writelines(f"{int(value)}\n" for value in number)
-        x = nn.functional.dropout(number[:, None] / ITEMS, 0.2, self.training)
-        return {"loss": (self.line(x) - 1).square().mean()}
-
-
-def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, device: str = "cpu") -> None:
-    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        fit(
-            module,
-            Numbers(),
-            train=train,
-            folder=folder,
-            tracker=tracker,
-            device=torch.device(device),
-            seed=5,
-            resume=resume,
-        )
 
 
 def job(folder: Path, resume: bool, device: str, pause: float) -> None:
@@ -137,17 +80,9 @@ def pids(folder: Path) -> list[int]:
     return [int(path.read_text()) for path in sorted(folder.glob("pid-*"))]
 
 
-def final_weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "checkpoints" / f"checkpoint-{TRAIN.steps}" / WEIGHTS)
-
-
 def same_weights(a: Path, b: Path) -> bool:
     left, right = final_weights(a), final_weights(b)
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def seen(folder: Path, rank: int = 0) -> list[int]:
-    return [int(line) for line in (folder / f"seen-{rank}").read_text().split()]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from msattn.trainer.serving.engines.vllm import plugin
 from msattn.trainer.serving.engines.vllm.backend import Backend
 from msattn.trainer.serving.engines.vllm.engine import check_engine, options_of
 from tests.factory import prompts_of, random_partition, save_tokenizer, tiny_model
-from tests.test_attach import gate_for, save
+from tests.sparse import gate_for, save
 from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -14,7 +13,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, HarnessConfig, ModelConfig
@@ -22,16 +20,12 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.harness import main_metric
 from msattn.trainer.models.loading import Loaded
+from tests.evaluate.harness_tasks import GENERATED, log_likelihood, write_task
 from tests.evaluate.runs import config
 from tests.running import exit_code
 
 POSITIONS = 256  # of the model of config()
 TEXT = "the river ran past an old mill and nobody knew where it came from "
-GENERATED = {
-    "output_type": "generate_until",
-    "generation_kwargs": {"until": [], "max_gen_toks": 4, "do_sample": False},
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
 CHOSEN = {
     "output_type": "multiple_choice",
     "doc_to_choice": "{{choices}}",
@@ -67,27 +61,9 @@ def score_of_one(doc, results):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for tasks."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "tasks").mkdir()
-    return tmp_path / "tasks"
-
-
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
     return models.load(config(Path("unused"), "unused").model, device="cpu")
-
-
-def write_task(folder: Path, name: str, rows: list[dict[str, Any]] | None = None, **keys: Any) -> None:
-    """Writes a task, over a file of ``rows`` if they are given."""
-    task: dict[str, Any] = {"task": name, "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}"}
-    if rows is not None:
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
-    (folder / f"{name}.yaml").write_text(re.sub("'(!function [^']*)'", r"\1", yaml.safe_dump(task | keys)))
 
 
 def settings(folder: Path, *tasks: str, **harness: Any) -> EvalRunConfig:
@@ -103,14 +79,6 @@ def measure(cfg: EvalRunConfig) -> dict[tuple[str, str, str], dict[str, Any]]:
     found = {(row["method"], row["setting"], name): row for row, name in zip(rows, names, strict=True)}
     assert len(found) == len(rows)
     return found
-
-
-def log_likelihood(loaded: Loaded, tokens: list[int], first: int) -> float:
-    """Returns the log-likelihood of ``tokens[first:]`` by a plain pass of the model."""
-    model: Any = loaded.model
-    with torch.inference_mode():
-        found = model(torch.tensor([tokens[:-1]])).logits.log_softmax(-1)[0, first - 1 :]
-    return float(found.gather(1, torch.tensor(tokens[first:])[:, None]).sum())
 
 
 @pytest.mark.slow

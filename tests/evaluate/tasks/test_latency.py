@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.config import DataConfig, DecodingConfig, EvalRunConfig, LatencyConfig, ModelPresets, SelectConfig
+from msattn.trainer.config import LatencyConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
@@ -26,28 +26,12 @@ from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache.layers import BucketLayer
-from tests.evaluate import runs
-from tests.evaluate.runs import BUCKETS
-
-
-def config(outputs: Path, **changes: object) -> EvalRunConfig:
-    """A small configuration of both tasks; ``changes`` replace fields."""
-    cfg = runs.config(
-        outputs,
-        "unused",
-        tasks=["latency", "decoding"],
-        baselines=[],
-        latency=LatencyConfig(lengths=[96, 240], sparsities=[0.5, 0.9], seconds=0.01, chunk=100, turn=64),
-        decoding=DecodingConfig(lengths=[128, 1000], batches=[1, 2], max_keys=1000, tokens=4),
-    )
-    model = replace(cfg.model, presets=ModelPresets(num_buckets=BUCKETS, qmodel_hidden=8))
-    select = SelectConfig(policy="calibrated", block_size=16)
-    return replace(cfg, **{"model": model, "data": DataConfig("stdlib"), "select": select, "probes": 2, **changes})
+from tests.evaluate.runs import BUCKETS, timed_config
 
 
 @pytest.mark.slow
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = evaluate(config(tmp_path))
+    folder = evaluate(timed_config(tmp_path))
     written = {path.name for path in folder.iterdir()}
     figures = {"latency.png", "latency.svg", "speed.png", "speed.svg", "speed_phone.svg"}
     assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
@@ -135,7 +119,7 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
 
 
 def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
+    cfg = timed_config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
     routing = random_router(cfg, model)
     first = torch.zeros(2, 1, dtype=torch.long)
@@ -163,7 +147,7 @@ def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
 
 
 def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cfg = config(tmp_path)
+    cfg = timed_config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
     seconds = iter([0.0, *(100.0 + i for i in range(decoding.WARMUP_TOKENS)), *(104.0 + 0.5 * i for i in range(4))])
     monkeypatch.setattr(decoding.TokenClock, "put", lambda clock, value: clock.times.append(next(seconds)))
@@ -174,7 +158,7 @@ def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("situation", [latency.Situation("turn", cached=60), latency.Situation("chunks", chunk=40)])
 def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation, tmp_path: Path) -> None:
-    model = models.load(config(tmp_path).model, device="cpu").model
+    model = models.load(timed_config(tmp_path).model, device="cpu").model
     ids, lengths = torch.zeros(1, 100, dtype=torch.long), []
 
     def read(x: LayerInputs) -> Tensor:
@@ -193,7 +177,7 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
 
 
 def test_user_errors(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
+    cfg = timed_config(tmp_path)
     with pytest.raises(UserError, match="length=512 of eval"):
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
     with pytest.raises(UserError, match=f"probes=5: accepted are 0 to {BUCKETS}"):

@@ -13,9 +13,9 @@ from msattn.trainer.data.benchmarks import LevalQuestion
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.leval import encode_questions, longest_common, score, without_middle
-from tests.data.test_benchmarks import write
+from tests.data.texts import write
 from tests.evaluate.runs import config, read_rows
-from tests.models.test_chat import TEMPLATE
+from tests.factory import TEMPLATE
 
 TEXT = "the river ran past an old mill and nobody knew where it came from " * 12
 QUESTIONS = [

@@ -19,10 +19,9 @@ from msattn.trainer.evaluate.tasks import answers, ruler
 from msattn.trainer.evaluate.tasks.answers import Question
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.chat import encode_prompt
-from tests.data.test_benchmarks import paragraph, write
-from tests.data.test_ruler import WORDS
+from tests.data.texts import WORDS, paragraph, write
 from tests.evaluate.runs import config, read_rows
-from tests.models.test_chat import TEMPLATE
+from tests.factory import TEMPLATE
 from tests.running import exit_code, succeed
 
 SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])

@@ -12,8 +12,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import throughput
 from msattn.trainer.evaluate.tasks.throughput import ThroughputRun, measure
-from tests.evaluate.runs import read_rows
-from tests.evaluate.tasks.test_latency import config
+from tests.evaluate.runs import read_rows, timed_config
 
 SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=32, batch_tokens=64)
 
@@ -21,7 +20,7 @@ SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=3
 def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> EvalRunConfig:
     """A small random model, whose untrained gate has blocks of 16 tokens."""
     select = SelectConfig(policy="calibrated", block_size=16)
-    return config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
+    return timed_config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
 
 
 @pytest.mark.slow

@@ -15,13 +15,7 @@ import torch
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import (
     ArtifactsConfig,
-    DataConfig,
-    FitKMeansConfig,
-    KMeansConfig,
-    ModelConfig,
     QModelConfig,
-    TrackerConfig,
-    TrainConfig,
     TrainQModelConfig,
 )
 from msattn.trainer.errors import ModelWarning, UserError
@@ -35,10 +29,9 @@ from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import QueryTargets, key_buckets, layer_targets
 from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.serving.attach import attach
-from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_architecture, tiny_model
+from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 from tests.jobs import Job
-
-LENGTH, BUCKETS = 128, 8
+from tests.methods.classifier.runs import BUCKETS, LENGTH, configs, interrupted_after
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +43,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
         (folder / f"{number}.txt").write_text(" ".join(words))
     return folder
-
-
-def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConfig]:
-    shared: dict[str, Any] = {
-        "model": ModelConfig("toy", "none", init="random", architecture=tiny_architecture(vocab_size=4096)),
-        "data": DataConfig("text", path=str(text), seq_len=LENGTH),
-        "tracker": TrackerConfig("none"),
-        "outputs": str(outputs),
-        "device": "cpu",
-    }
-    settings = QModelConfig(hidden=16, num_prompts=4, queries_per_prompt=40, long_range=16, batch_queries=64)
-    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10, max_grad_norm=0)
-    return (
-        FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
-        TrainQModelConfig(qmodel=settings, train=train, **shared),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +132,6 @@ def test_the_warning_is_about_the_buckets_that_serving_reads(probes: int | None,
     found = routing_warning(metrics, probes)
     assert found is None if warning is None else warning in (found or "")
     assert routing_warning({"loss": 1.0}, probes) is None  # an imported artifact
-
-
-def interrupted_after(times: int, function: Any) -> Any:
-    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
-    remaining = iter([function] * times)
-
-    def call(*args: Any, **named: Any) -> Any:
-        try:
-            return next(remaining)(*args, **named)
-        except StopIteration:
-            raise KeyboardInterrupt from None
-
-    return call
 
 
 @pytest.mark.slow

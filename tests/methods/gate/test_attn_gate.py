@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import LOSSES, POOLINGS, GateConfig, SelectConfig
+from msattn.trainer.config import LOSSES, POOLINGS, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
@@ -23,23 +23,10 @@ from msattn.trainer.methods.thresholds import Allocation, FixedThresholds, calib
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, topical_tokens
 
 CPU = torch.device("cpu")
-BLOCK = 16
 COMBINATIONS = [list(c) for n in (1, 2, 3) for c in itertools.combinations(POOLINGS, n)]
-FUNCTIONS = {"avg": lambda t: t.mean(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)}
-
-
-def config(**changes) -> GateConfig:
-    return GateConfig(**{"block_size": BLOCK, **changes})
-
-
-def noisy_gate(cfg: GateConfig, rope_type: str = "default", std: float = 0.5) -> Gate:
-    """Gates with random weights, instead of the scaled identities of initialization."""
-    gate = Gate.build(tiny_config(rope=rope_type), cfg)
-    for parameter in gate.parameters():
-        nn.init.normal_(parameter, std=std)
-    return gate
 
 
 def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
@@ -245,13 +232,6 @@ def test_distiller_saves_and_trains_only_the_gate():
     distiller(random_tokens(1, 40))["loss"].backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
-    """Blocks with one of 30 topics of two tokens, so that even the attention of a random model prefers some blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    topics = torch.randint(0, 30, (batch, blocks, 1), generator=generator)
-    return (1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)).flatten(1)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.serving.attach import attach
 from tests.factory import tiny_model
-from tests.methods.gate.test_attn_gate import BLOCK, config, noisy_gate, topical_tokens
+from tests.methods.gate.random_gates import BLOCK, config, noisy_gate, topical_tokens
 
 
 @pytest.mark.parametrize("std", [0.02, 1.0])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import msattn
 from msattn.kernels.common.densities import bucket_densities
@@ -26,22 +26,7 @@ from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.test_attn_gate import FUNCTIONS
-
-BLOCK = 16
-
-
-def config(**changes: Any) -> GateConfig:
-    return GateConfig(**{"phase": "decode", "block_size": BLOCK, "loss": "kl", **changes})
-
-
-def random_decode_gate(cfg: GateConfig | None = None, std: float = 0.3, **sizes: Any) -> DecodeGate:
-    """Gates with random weights, instead of the scaled identities of initialization; always the same ones."""
-    gate = DecodeGate.build(tiny_config(**sizes), cfg or config())
-    generator = torch.Generator().manual_seed(5)
-    for parameter in gate.parameters():
-        nn.init.normal_(parameter, std=std, generator=generator)
-    return gate.requires_grad_(False)
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, decode_config, random_decode_gate
 
 
 def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
@@ -83,7 +68,7 @@ def inputs(q: Tensor, k: Tensor, start: Tensor | None = None, q_nope: Tensor | N
 @pytest.mark.parametrize("changes", [{}, {"hidden": 8}, {"qk_norm": True}, {"rope": False, "k_pool": ["avg"]}], ids=str)
 def test_scores_equal_plain_loops_in_fp64(heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * heads}
-    gate = random_decode_gate(config(**changes), **sizes).double()
+    gate = random_decode_gate(decode_config(**changes), **sizes).double()
     for length in (1, BLOCK, 71):
         q, k = normal(1, heads, length, 16), normal(1, kv_heads, length, 16, seed=1)
         x, positions = inputs(q, k), torch.tensor([0, length // 2, length - 1])
@@ -161,7 +146,7 @@ def test_targets_are_the_largest_of_the_full_softmax(
 )
 def test_training_lowers_the_loss(changes: dict[str, Any]) -> None:
     model, chunks = tiny_model(), random_tokens(4, 160)
-    gate = DecodeGate.build(model.config, config(queries=48, **changes))
+    gate = DecodeGate.build(model.config, decode_config(queries=48, **changes))
     distiller = DecodeGateDistiller(gate, model)
     optimizer = torch.optim.Adam(gate.parameters(), lr=0.02)
     losses = []
@@ -179,7 +164,7 @@ def test_training_lowers_the_loss(changes: dict[str, Any]) -> None:
 
 def test_gradients_are_those_of_one_autograd_graph() -> None:
     model, ids = tiny_model(), random_tokens(1, 100)
-    gate = DecodeGate.build(model.config, config(queries=20, recent=10))
+    gate = DecodeGate.build(model.config, decode_config(queries=20, recent=10))
     DecodeGateDistiller(gate, model)(ids)["loss"].backward()
     found = [weight.grad for weight in gate.parameters()]
     gate.zero_grad()  # sets the gradients to None
@@ -226,7 +211,7 @@ def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
 
 
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:
-    gate = random_decode_gate(config(hidden=8, k_pool=["max", "min", "avg"]))
+    gate = random_decode_gate(decode_config(hidden=8, k_pool=["max", "min", "avg"]))
     gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
     folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
     for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path, tiny_config())):

@@ -17,8 +17,8 @@ from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.test_official import BLOCK, KV_HEADS, REDUCE, SIZE, edited
-from tests.methods.gate.test_official import released as released_for_prefill
+from tests.methods.gate.released import BLOCK, KV_HEADS, REDUCE, SIZE, edited
+from tests.methods.gate.released import released as released_for_prefill
 from tests.running import succeed
 
 GROUP = 2

@@ -17,7 +17,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
-from tests.methods.gate.test_attn_gate import BLOCK, config, noisy_gate
+from tests.methods.gate.random_gates import BLOCK, config, noisy_gate
 
 LAST = 24  # not whole blocks
 

@@ -135,3 +135,24 @@ def greedy(loaded: Loaded, tokens: list[int], new: int) -> list[int]:
     with torch.no_grad():
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return output[0, len(tokens) :].tolist()
+
+
+PROMPT = "def main(arguments):\n    return"
+
+
+CHAT: Any = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "def main("}]},
+]
+
+
+NEW = 12
+
+
+def expected(loaded: Loaded, tokens: list[int], new: int = NEW) -> str:
+    tokenizer: Any = loaded.tokenizer
+    return tokenizer.decode(greedy(loaded, tokens, new), skip_special_tokens=True)
+
+
+def encoded(loaded: Loaded, text: str) -> list[int]:
+    return loaded.tokenizer(text).input_ids

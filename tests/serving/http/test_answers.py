@@ -10,23 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded
-from tests.serving.http.running import SECONDS, Running, eventually, greedy
-
-PROMPT = "def main(arguments):\n    return"
-CHAT: Any = [
-    {"role": "developer", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "def main("}]},
-]
-NEW = 12
-
-
-def expected(loaded: Loaded, tokens: list[int], new: int = NEW) -> str:
-    tokenizer: Any = loaded.tokenizer
-    return tokenizer.decode(greedy(loaded, tokens, new), skip_special_tokens=True)
-
-
-def encoded(loaded: Loaded, text: str) -> list[int]:
-    return loaded.tokenizer(text).input_ids
+from tests.serving.http.running import CHAT, NEW, PROMPT, SECONDS, Running, encoded, eventually, expected, greedy
 
 
 def test_a_completion_has_the_tokens_of_greedy_generate(embedded: Loaded, client: OpenAI) -> None:

@@ -15,8 +15,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogit
 from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import grammar
 from msattn.trainer.serving.engines.http.sampling import Sampler, Sampling
-from tests.serving.http.running import Running, beside, configuration, running
-from tests.serving.http.test_answers import CHAT, NEW, PROMPT, encoded
+from tests.serving.http.running import CHAT, NEW, PROMPT, Running, beside, configuration, encoded, running
 
 ASK: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW}
 SCHEMA = {

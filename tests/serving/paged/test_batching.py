@@ -21,7 +21,7 @@ from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for
+from tests.sparse import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
 ATTACHED: dict[str, tuple[dict[str, Any], str]] = {

@@ -28,7 +28,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
+from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
 
 HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 PRODUCTS = """

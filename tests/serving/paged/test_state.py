@@ -22,7 +22,7 @@ from msattn.trainer.serving.cache.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged import PagedAttention
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, together
-from tests.test_attach import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for
+from tests.sparse import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for
 
 AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)
 

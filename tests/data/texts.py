@@ -1,0 +1,21 @@
+"""Texts of random words, and the files of benchmarks."""
+
+import json
+import lzma
+import random
+from pathlib import Path
+from typing import Any
+
+DRAW = random.Random(0)
+WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
+TEXT = " ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS))
+
+
+def paragraph(context: str, *asked: tuple[str, list[str]]) -> dict[str, Any]:
+    return {"context": context, "qas": [{"question": q, "answers": [{"text": a} for a in answers]} for q, answers in asked]}
+
+
+def write(path: Path, *values: Any) -> str:
+    text = "\n".join(json.dumps(value) for value in values).encode()
+    path.write_bytes(lzma.compress(text) if path.suffix == ".xz" else text)
+    return str(path)

@@ -1,0 +1,47 @@
+"""Configurations of small k-means and classifiers."""
+
+from pathlib import Path
+from typing import Any
+
+from msattn.trainer.config import (
+    DataConfig,
+    FitKMeansConfig,
+    KMeansConfig,
+    ModelConfig,
+    QModelConfig,
+    TrackerConfig,
+    TrainConfig,
+    TrainQModelConfig,
+)
+from tests.factory import tiny_architecture
+
+LENGTH, BUCKETS = 128, 8
+
+
+def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConfig]:
+    shared: dict[str, Any] = {
+        "model": ModelConfig("toy", "none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "data": DataConfig("text", path=str(text), seq_len=LENGTH),
+        "tracker": TrackerConfig("none"),
+        "outputs": str(outputs),
+        "device": "cpu",
+    }
+    settings = QModelConfig(hidden=16, num_prompts=4, queries_per_prompt=40, long_range=16, batch_queries=64)
+    train = TrainConfig(lr=1e-2, steps=30, log_every=10, save_every=10, max_grad_norm=0)
+    return (
+        FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
+        TrainQModelConfig(qmodel=settings, train=train, **shared),
+    )
+
+
+def interrupted_after(times: int, function: Any) -> Any:
+    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
+    remaining = iter([function] * times)
+
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return next(remaining)(*args, **named)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    return call

@@ -1,0 +1,42 @@
+"""Inputs of a layer with random queries and keys."""
+
+import torch
+from torch import Tensor
+
+from msattn.kernels import testing
+from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
+from msattn.trainer.models.tap import LayerInputs
+
+CPU = torch.device("cpu")
+BLOCK = 16
+SHAPES = [  # queries, keys, left padding
+    (64, 64, None),
+    (70, 70, None),
+    (1, 1, None),
+    (7, 7, None),
+    (40, 75, None),
+    (75, 40, None),
+    (1, 33, None),
+    (70, 70, [0, 5, 69]),
+    (64, 64, [16, 0, 40]),
+    (30, 61, [0, 40, 50]),
+]
+
+
+def layer_inputs(
+    num_queries: int = 70, num_keys: int | None = None, padding: list[int] | None = None, layer: int = 1, seed: int = 0
+) -> LayerInputs:
+    """Random inputs of one layer, four query heads to two key/value heads, without RoPE."""
+    batch = 1 if padding is None else len(padding)
+    q, k, v = testing.random_qkv(batch, 4, 2, num_queries, num_keys, 16, seed=seed)
+    q = q * 3  # sharper attention
+    ones = torch.ones(1, num_queries, 16)
+    return LayerInputs(
+        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones, sin=0 * ones, scale=0.25,
+        kv_start=testing.starts(padding), cache=None,
+    )  # fmt: skip
+
+
+def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
+    found = candidate_blocks(num_queries, num_keys, BLOCK, testing.starts(padding), CPU, AlwaysRead(0, 0))
+    return found.visible, found.always
