@@ -84,19 +84,6 @@ def test_step_at_128k_tokens_needs_the_memory_of_inference():
     assert graph > 1.02 * inference + LAYERS * MAP_BYTES  # at least two maps of each layer stay alive
 
 
-def test_one_graph_gives_the_loss_and_gradients_of_a_step():
-    model, ids = tiny_model(), random_tokens(2, 71)
-    gate = Gate.build(model.config, GateConfig(block_size=BLOCK))
-    losses, gradients = [], []
-    for loss in (GateDistiller(gate, model)(ids)["loss"], one_graph(gate, model, ids)):
-        gate.zero_grad()
-        loss.backward()
-        losses.append(loss.detach())
-        gradients.append([parameter.grad for parameter in gate.parameters()])
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*gradients)
-
-
 def config(outputs: Path, device: str = "cpu", seq_len: int = 96, block_size: int = 16, **shape: Any) -> TrainGateConfig:
     architecture = tiny_architecture(vocab_size=4096, **shape)
     return TrainGateConfig(
@@ -129,24 +116,6 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
     shown = capsys.readouterr().out
     assert "CPU times say nothing about GPUs" in shown
     assert "out of memory" in shown
-
-
-def test_an_interrupted_run_keeps_the_earlier_table_and_its_own_rows(tmp_path, monkeypatch):
-    def interrupted(cfg):
-        yield {"variant": "forward, SDPA", "seconds": 1.0}
-        raise KeyboardInterrupt
-
-    cfg = config(tmp_path)
-    table = cfg.folder / "cost" / "train_gate.csv"
-    table.parent.mkdir(parents=True)
-    table.write_text("earlier rows")
-    monkeypatch.setattr(cost, "measure", interrupted)
-    partial = table.with_name("train_gate.partial.csv")
-    with pytest.raises(KeyboardInterrupt, match=f"1 rows are in {partial}"):
-        cost.cost(cfg)
-    assert table.read_text() == "earlier rows"
-    with partial.open() as file:
-        assert [row["seconds"] for row in csv.DictReader(file)] == ["1.0"]
 
 
 @pytest.mark.gpu

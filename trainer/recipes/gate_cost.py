@@ -9,8 +9,7 @@ uses the model, chunk length and gate of ``msattn train-gate`` with random token
     train-gate             a training step: forward pass, block maps, gradients of the gates, AdamW
     one graph              a step that keeps the losses of all layers in one autograd graph until one backward pass
 
-Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``; during the run to ``train_gate.partial.csv`` beside it,
-which remains if the run is interrupted.
+Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from msattn.trainer.models.tap import Attend, LayerInputs, run_backbone, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import written_rows
+from msattn.trainer.storage.replace import write_table
 
 REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
@@ -131,13 +130,12 @@ def cost(cfg: TrainGateConfig) -> Path:
     """Measures the cost, prints a table, and returns the CSV file of the rows, which replaces an earlier one."""
     console = Console()
     path = cfg.folder / "cost" / "train_gate.csv"
-    partial = path.with_name("train_gate.partial.csv")
     rows: list[Row] = []
     with locked(path), console.status("inference") as status:
-        for row in written_rows(measure(cfg), partial, dict):
+        for row in measure(cfg):
             rows.append(row)
             status.update(f"{row['variant']}: done")
-        partial.replace(path)
+        write_table(path, rows)
     first = rows[0]
     title = f"{first['model']}, {first['batch']} x {first['seq_len']:,} tokens; {first['device']}"
     table = with_columns(title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""])

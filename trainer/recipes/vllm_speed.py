@@ -12,22 +12,20 @@ import argparse
 import json
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from inspect import signature
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from rich.console import Console
 
 from msattn.trainer.config.values import nearest, require
-from msattn.trainer.errors import Fault, UserError, first_line, run_program, write_error
+from msattn.trainer.errors import Fault, UserError, first_line, run_program
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.serving.engines.vllm.engine import SECTION
@@ -63,30 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if find_spec("vllm") is None:
         raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
     file = Path(args.json).resolve() if args.json else None  # of a link, the target is replaced
-    if file is not None:
-        _check_writable(file)  # before the engines run
+    ok = file is None or ((file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK))
+    require(ok, "--json", file, "accepted is a file in a folder that can be written")
     requests = args.length, args.requests, args.new, args.shared
     found = {name: _in_process(args.model, engine, given, *requests) for name, given in (("vLLM", None), ("msattn", options))}
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
     if file is not None:
-        with _refused(file), locked(file), replace_file(file) as new:
+        with locked(file), replace_file(file) as new:
             new.write_text(json.dumps({**vars(args), "figures": found}, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_writable(path: Path) -> None:
-    """Raises UserError if ``path`` cannot become a regular file. Leaves nothing in its folder."""
-    with _refused(path):
-        require(path.is_file() or not path.exists(), "--json", path, "accepted is a regular file")
-        with TemporaryFile(dir=path.parent):
-            pass
-
-
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise write_error(path, error, resumes=False) from error
 
 
 def _parser() -> argparse.ArgumentParser:
