@@ -126,7 +126,7 @@ def _fit(
     """Trains ``tuner``; the metrics of the result are those of the last evaluation."""
     layers: Any = models.decoder(tuner.model).layers
     try:
-        result = fit(
+        return fit(
             tuner,
             items,
             train=cfg.train,
@@ -139,10 +139,6 @@ def _fit(
             evaluate=lambda: heldout_loss(tuner, heldout),
             shard=type(layers[0]).__name__ if cfg.train.fsdp else None,
         )
-        if result.metrics:
-            return result
-        tuner.eval()  # train.eval_every=0
-        return replace(result, metrics=heldout_loss(tuner, heldout))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"data.seq_len={cfg.data.seq_len}, train.micro_batch_size={cfg.train.micro_batch_size}: out of GPU memory; "

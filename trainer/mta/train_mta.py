@@ -68,7 +68,6 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
     """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems, steps, seconds."""
     problems = Problems(cfg.mta, cfg.train.steps * cfg.train.batch_size, seed=(cfg.seed, 0))
     unseen = Problems(cfg.mta, cfg.mta.test_problems, seed=(cfg.seed, 1))
-    evaluate = partial(accuracy, solver, unseen, cfg.train.batch_size)
     result = fit(
         solver,
         problems,
@@ -79,14 +78,9 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
         seed=cfg.seed,
         resume=cfg.resume,
         extra_settings={"mta": asdict(cfg.mta)},
-        evaluate=evaluate,
+        evaluate=partial(accuracy, solver, unseen, cfg.train.batch_size),
     )
-    figures = result.metrics
-    if not figures:  # train.eval_every=0
-        solver.eval()
-        figures = evaluate()
-        tracker.log(figures, result.steps)
-    return result.losses | figures | {"steps": result.steps, "seconds": result.seconds}
+    return result.losses | result.metrics | {"steps": result.steps, "seconds": result.seconds}
 
 
 def _write(folder: Path, solver: Solver, facts: dict[str, Any]) -> None:

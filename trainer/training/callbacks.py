@@ -53,7 +53,6 @@ class TrainingCallback(TrainerCallback):
     tokens: int | None  # of an item, if it has any
 
     def __post_init__(self) -> None:
-        self.evaluate = self.evaluate if self.train.eval_every else None
         self.losses, self.metrics = self.previous.losses, self.previous.metrics
         self.signal = 0  # the signal number that this process received; 0: none
         self.console = Console()
@@ -142,7 +141,8 @@ class TrainingCallback(TrainerCallback):
             self._read_losses(step, args)
         if control.should_save:
             self._check_weights(step, args)
-        if self.evaluate is not None and (finished or (step % self.train.eval_every == 0 and not stop_signal)):
+        every = self.train.eval_every
+        if self.evaluate is not None and (finished or (every and step % every == 0 and not stop_signal)):
             self._run_evaluation(step, args)
         return control
 

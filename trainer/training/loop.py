@@ -88,7 +88,7 @@ def fit(
         If False, earlier checkpoints in ``folder`` are removed.
     extra_settings : further settings that the result depends on, under the names of the command line. A resumed run must
         have the same.
-    evaluate : called with the module in eval mode, every ``train.eval_every`` steps and after the last one.
+    evaluate : called with the module in eval mode, every ``train.eval_every`` steps (0: none) and after the last one.
     collate : items -> batch; default: ``torch.utils.data.default_collate``.
     optimizer : ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient.
     shard : name of the layer class whose weights are sharded over the ranks' GPUs (FSDP2); None replicates them. With

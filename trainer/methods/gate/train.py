@@ -102,7 +102,6 @@ def _train(
     tracker: Tracker,
 ) -> dict[str, Any]:
     """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
-    evaluate = partial(_evaluate, gate, loaded, heldout, work / "maps", tracker)
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     settings = {"gate": asdict(cfg.gate), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
     _, distiller, _ = PHASES[cfg.gate.phase]
@@ -116,14 +115,9 @@ def _train(
         seed=cfg.seed,
         resume=cfg.resume,
         extra_settings=settings,
-        evaluate=evaluate,
+        evaluate=partial(_evaluate, gate, loaded, heldout, work / "maps", tracker),
     )
-    recalls = result.metrics
-    if not recalls:  # train.eval_every=0
-        tracker.step = result.steps
-        recalls = evaluate()
-        tracker.log(recalls, result.steps)
-    return without_layers(result.losses | recalls) | {"steps": result.steps, "seconds": result.seconds}
+    return without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
 
 
 def _evaluate(
