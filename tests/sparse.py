@@ -15,10 +15,12 @@ from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from tests.factory import random_partition
 
@@ -43,20 +45,13 @@ def attach_reading_all(model: Any, **options: Any) -> Iterator[Sparse]:
         yield sparse
 
 
-def save(folder: Path, model: Any, module: Gate | KMeans | QModel) -> Path:
-    kind = {Gate: "gate", KMeans: "kmeans", QModel: "qmodel"}[type(module)]
-    details = module.details() if isinstance(module, Gate) else {"layers": module.layers, "rope": module.rope}
-    return artifacts.write(
-        folder / kind,
-        kind=kind,
-        tensors=module.state_dict(),
-        config={},
-        model=fingerprint(model, id="tiny"),
-        details=details,
-        data="",
-        seed=0,
-        metrics={},
-    )
+def save(folder: Path, model: Any, module: Gate | DecodeGate | KMeans | QModel, **details: Any) -> Path:
+    """Writes an artifact for ``model`` to the folder of its kind; ``details`` are further entries of its manifest."""
+    kind = {Gate: "gate", DecodeGate: "decode_gate", KMeans: "kmeans", QModel: "qmodel"}[type(module)]
+    own = {"layers": module.layers, "rope": module.rope} if isinstance(module, KMeans | QModel) else module.details()
+    facts: dict[str, Any] = {"config": {}, "data": "", "seed": 0, "metrics": {}, "details": own | details}
+    identity = model.fingerprint if isinstance(model, Loaded) else fingerprint(model, id="tiny")
+    return artifacts.write(folder / kind, kind=kind, tensors=module.state_dict(), model=identity, **facts)
 
 
 def partition_for(model: Any) -> KMeans:

@@ -22,6 +22,7 @@ from msattn.trainer.config import text_files as reading
 from msattn.trainer.data import documents
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from tests.adversary.tries import Tries
+from tests.data.texts import COMPRESSORS, parquet, zstd
 
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(20)]
 
@@ -32,22 +33,11 @@ def texts_of(path: Path | str, column: str = "text") -> list[str]:
     return [document.text for document in documents(cfg, heldout=False)]
 
 
-def parquet(**columns: Any) -> bytes:
-    stream = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7)
-    return stream.getvalue()
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, codec="zstd", asbytes=True)
-
-
 CONTENTS: dict[str, bytes] = {
     ".txt": "".join(TEXTS).encode(),
     ".jsonl": "\n".join(json.dumps({"text": text}) for text in TEXTS).encode(),
     ".parquet": parquet(text=TEXTS),
 }
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "half": lambda content: content[: len(content) // 2],

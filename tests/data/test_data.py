@@ -5,13 +5,10 @@ import json
 import lzma
 import sys
 import sysconfig
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
@@ -22,15 +19,9 @@ from msattn.trainer.data.chunking import chunks, encode
 from msattn.trainer.data.sources import Document, documents, is_held_out
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
+from tests.data.texts import COMPRESSORS, parquet, zstd
 
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(40)]
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, codec="zstd", asbytes=True)
-
-
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
 
 
 def text_config(path: Path | str, **options: Any) -> DataConfig:
@@ -48,12 +39,6 @@ def sides(cfg: DataConfig) -> tuple[list[Document], list[Document]]:
 
 def jsonl(column: str = "text") -> bytes:
     return "\n".join(json.dumps({"id": n, column: text}, ensure_ascii=False) for n, text in enumerate(TEXTS)).encode() + b"\n"
-
-
-def parquet(path: Path, column: str = "text") -> bytes:
-    table = pyarrow.table({"id": list(range(len(TEXTS))), column: TEXTS})
-    pyarrow.parquet.write_table(table, path, row_group_size=7)
-    return path.read_bytes()
 
 
 @pytest.mark.slow
@@ -78,7 +63,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, compression: str) -> None:
 
 @pytest.mark.parametrize(("compression", "column"), [("", "text"), (".gz", "content"), (".zst", "text")])
 def test_each_row_of_jsonl_and_parquet_is_a_document(tmp_path: Path, compression: str, column: str) -> None:
-    for suffix, content in ((".jsonl", jsonl(column)), (".parquet", parquet(tmp_path / "plain", column))):
+    for suffix, content in ((".jsonl", jsonl(column)), (".parquet", parquet(id=range(len(TEXTS)), **{column: TEXTS}))):
         path = tmp_path / f"rows{suffix}{compression}"
         path.write_bytes(COMPRESSORS[compression](content))
         found = all_of(path, column=column)
@@ -258,6 +243,8 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("cut.txt.xz", lzma.compress(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.xz: damaged xz data"),
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
+        ("rows.parquet", parquet(id=[1], body=["a"]), r"data\.column=text: .*rows\.parquet has no such column .*: id, body\)"),
+        ("gap.parquet", parquet(text=["a", None]), r"data\.column=text: .*row 1 has None in this column, accepted is text"),
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl, line 2: not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
         ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),
@@ -269,15 +256,6 @@ def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(documents(text_config(tmp_path / name), heldout=False))
-
-
-def test_refused_parquet_columns(tmp_path: Path) -> None:
-    parquet(tmp_path / "rows.parquet", "body")
-    with pytest.raises(UserError, match=r"data\.column=text: .*rows\.parquet has no such column \(it has: id, body\)"):
-        all_of(tmp_path / "rows.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "gap.parquet")
-    with pytest.raises(UserError, match=r"data\.column=text: .*row 1 has None in this column, accepted is text"):
-        all_of(tmp_path / "gap.parquet")
 
 
 def test_errors_in_held_out_data_name_the_held_out_path(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

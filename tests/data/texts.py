@@ -1,10 +1,16 @@
 """Texts of random words, and the files of benchmarks."""
 
+import gzip
+import io
 import json
 import lzma
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 DRAW = random.Random(0)
 WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
@@ -19,3 +25,16 @@ def write(path: Path, *values: Any) -> str:
     text = "\n".join(json.dumps(value) for value in values).encode()
     path.write_bytes(lzma.compress(text) if path.suffix == ".xz" else text)
     return str(path)
+
+
+def parquet(**columns: Any) -> bytes:
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7)
+    return stream.getvalue()
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}

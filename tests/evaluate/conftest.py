@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from msattn.trainer import artifacts, models
+from msattn.trainer import models
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.loading import Loaded
-from tests.evaluate.runs import BUCKETS, config, write_artifact
+from tests.evaluate.runs import BUCKETS, config
 from tests.factory import random_partition, tiny_architecture, tiny_model
+from tests.sparse import save
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outputs = tmp_path_factory.mktemp("outputs")
     model = models.load(config(outputs, "unused").model, device="cpu")
     gate = Gate.build(model.model.config, GateConfig(block_size=16))
-    kmeans = {"centroids": random_partition(BUCKETS).centroids}, {"layers": [0, 1], "rope": False}
-    for kind, content in (("gate", (gate.state_dict(), gate.details())), ("kmeans", kmeans)):
-        write_artifact(artifacts.artifact_folder(outputs, "rand", "base", kind), kind, model, *content)
+    for module in (gate, random_partition(BUCKETS)):
+        save(outputs / "rand" / "base", model, module)
     return outputs
 
 

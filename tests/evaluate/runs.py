@@ -1,7 +1,7 @@
 """The small evaluation job that the tests of evaluation change and run."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.trainer import artifacts, data
+from msattn.trainer import data
 from msattn.trainer.config import (
     DataConfig,
     DecodingConfig,
@@ -84,12 +84,6 @@ def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[L
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
     with torch.inference_mode(), tap(loaded.model, attend):
         prefill(loaded, chunks[0]["input_ids"])
-
-
-def write_artifact(folder: Path, kind: str, loaded: Loaded, tensors: Mapping[str, Tensor], details: dict[str, Any]) -> None:
-    """Writes an artifact as if it had been trained for the model."""
-    facts: dict[str, Any] = {"config": {}, "model": loaded.fingerprint, "data": "none", "seed": 0, "metrics": {}}
-    artifacts.write(folder, kind=kind, tensors=dict(tensors), details=details, **facts)
 
 
 def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -22,7 +22,6 @@ from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import examples, page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.timing import cost
-from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
 
 TWO_PROBES = Setting("probes", 2)
@@ -311,10 +310,6 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
     assert "…" not in text
     for number in ("131,072", "123.45 s", "34.5%", "0.912", "0.0123", "1.0300", "1234", "1760"):
         assert number in text
-
-
-def test_json_has_null_for_infinity_and_nan() -> None:
-    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
 
 
 def test_many_sparse_lines_become_one_of_each_method() -> None:

@@ -253,12 +253,6 @@ def test_kernel_excludes_bucket_numbers_out_of_range(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_another_gpu() -> None:
-    check(Case(2, 8, 2, 65, 300, 128, torch.bfloat16, num_buckets=7), "triton", "cuda:1")
-
-
-@pytest.mark.gpu
 def test_cuda_graph() -> None:
     q, k, buckets = Case(2, 8, 2, 100, 500, 128, torch.bfloat16, 32).inputs("cuda")
     shared.assert_cuda_graph(

@@ -10,8 +10,12 @@ import pytest
 
 from msattn.trainer.artifacts import find
 from msattn.trainer.errors import UserError, free_space
-from msattn.trainer.storage.documents import check_contained, check_regular, parse_yaml, read_json, root_of_links
+from msattn.trainer.storage.documents import check_contained, check_regular, finite, parse_yaml, read_json, root_of_links
 from msattn.trainer.storage.model_files import ModelFiles
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN", '[1, {"a": 1e999}]'])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer import artifacts, models
+from msattn.trainer import models
 from msattn.trainer.commands import greedy
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
@@ -22,7 +22,8 @@ from msattn.trainer.evaluate.tasks.analysis.partitions import with_k_means
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
-from tests.evaluate.runs import config, measured_on_a_chunk, rows_of, write_artifact
+from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
+from tests.sparse import save
 
 BLOCK = 16
 BLOCKS = 16  # of the 256 positions of the model
@@ -34,9 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     outputs = tmp_path_factory.mktemp("outputs")
     loaded = models.load(config(outputs, text).model, device="cpu")
     gate = DecodeGate.build(loaded.model.config, GateConfig(phase="decode", block_size=BLOCK))
-    folder = artifacts.artifact_folder(outputs, "rand", "base", "decode_gate")
-    details = gate.details() | {"serving": {"probes": 2, "recent": 9, "sink": 3, "dense_layers": [1]}}
-    write_artifact(folder, "decode_gate", loaded, gate.state_dict(), details)
+    serving = {"probes": 2, "recent": 9, "sink": 3, "dense_layers": [1]}
+    save(outputs / "rand" / "base", loaded, gate, serving=serving)
     return outputs
 
 

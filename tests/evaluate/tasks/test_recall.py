@@ -18,7 +18,8 @@ from msattn.trainer.models import predictions
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs
-from tests.evaluate.runs import BUCKETS, config, measured_on_a_chunk, rows_of, write_artifact
+from tests.evaluate.runs import BUCKETS, config, measured_on_a_chunk, rows_of
+from tests.sparse import save
 
 
 def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +97,8 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
 
 def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained: Path, text: str, tmp_path: Path) -> None:
     """Classifiers without thresholds are calibrated; the share that is read beside the window is about the requested one."""
-    partition, folder = KMeans.load(trained / "rand" / "base" / "kmeans"), tmp_path / "qmodel"
-    write_artifact(folder, "qmodel", loaded, QModel(partition, 2, 8).state_dict(), {"layers": [0, 1], "rope": False})
+    partition = KMeans.load(trained / "rand" / "base" / "kmeans")
+    folder = save(tmp_path, loaded, QModel(partition, 2, 8))
     cfg = config(trained, text, tasks=["recall", "needle"], baselines=[])
     tasks = replace(
         cfg.eval,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer import artifacts, models
 from msattn.trainer.config import LOSSES, POOLINGS, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
@@ -24,6 +23,7 @@ from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, topical_tokens
+from tests.sparse import save
 
 CPU = torch.device("cpu")
 COMBINATIONS = [list(c) for n in (1, 2, 3) for c in itertools.combinations(POOLINGS, n)]
@@ -313,7 +313,7 @@ def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
 def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
     gate = noisy_gate(config())
     cast(Any, gate).thresholds = FixedThresholds(0.75, [0.5], [[0.1], [0.2]])
-    assert Gate.load(write(gate, tmp_path / "gate")).thresholds is None
+    assert Gate.load(save(tmp_path, tiny_model(), gate)).thresholds is None
     assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
 
 
@@ -322,15 +322,7 @@ def test_gates_of_earlier_versions_have_the_target_max(tmp_path, monkeypatch):
     details = gate.details()
     assert details["gate"].pop("target") == "mass"
     monkeypatch.setattr(gate, "details", lambda: details)
-    assert Gate.load(write(gate, tmp_path / "gate")).cfg.target == "max"
-
-
-def write(gate: Gate, folder):
-    fingerprint = models.fingerprint(tiny_model())
-    return artifacts.write(
-        folder, kind="gate", tensors=gate.state_dict(), config={}, model=fingerprint, details=gate.details(), data="none",
-        seed=0, metrics={},
-    )  # fmt: skip
+    assert Gate.load(save(tmp_path, tiny_model(), gate)).cfg.target == "max"
 
 
 @pytest.mark.parametrize(
@@ -341,7 +333,7 @@ def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
         "gate"
     ]
-    loaded = Gate.load(write(gate, tmp_path / "gate"))
+    loaded = Gate.load(save(tmp_path, tiny_model(), gate))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds
     assert loaded.always == AlwaysRead(1, 1)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import msattn
 from msattn.kernels.common.densities import bucket_densities
-from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyThresholds
@@ -21,12 +20,12 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.methods.key_thresholds import calibrate_keys
-from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, decode_config, random_decode_gate
+from tests.sparse import save
 
 
 def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
@@ -203,17 +202,10 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
     assert len(counts) > 10
 
 
-def save(folder: Path, gate: DecodeGate, **details: Any) -> Path:
-    """Writes gates as an artifact for :func:`tiny_model`; ``details`` are further entries of its manifest."""
-    facts: dict[str, Any] = {"model": fingerprint(tiny_model(), id="tiny"), "details": gate.details() | details}
-    facts |= {"kind": "decode_gate", "config": {}, "data": "", "seed": 0, "metrics": {}}
-    return artifacts.write(folder / "decode_gate", tensors=gate.state_dict(), **facts)
-
-
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:
     gate = random_decode_gate(decode_config(hidden=8, k_pool=["max", "min", "avg"]))
     gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
-    folder = save(tmp_path, gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
+    folder = save(tmp_path, tiny_model(), gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
     for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path, tiny_config())):
         assert isinstance(loaded, DecodeGate)
         assert loaded.artifact is not None
@@ -243,17 +235,17 @@ def test_damaged_details_are_refused(tmp_path: Path, damage: dict[str, Any], say
     gate, plain = random_decode_gate(), random_decode_gate().details()
     gate.details = lambda: plain | damage  # type: ignore[method-assign]
     with pytest.raises(UserError, match=re.escape(says)) as refused:
-        DecodeGate.load(save(tmp_path, gate, serving=damage.get("serving", {})))
+        DecodeGate.load(save(tmp_path, tiny_model(), gate, serving=damage.get("serving", {})))
     assert "\n" not in str(refused.value)
 
 
 def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> None:
     model, decode = tiny_model(), random_decode_gate()
     prefill = Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
-    folder = save(tmp_path, decode)
+    folder = save(tmp_path, tiny_model(), decode)
     wrong = random_decode_gate()
     wrong.cfg = replace(wrong.cfg, phase="prefill")
-    mixed = save(tmp_path / "mixed", wrong)
+    mixed = save(tmp_path / "mixed", tiny_model(), wrong)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"gate": decode}, "gate=DecodeGate: accepted is a gate of phase prefill, or the folder or Hub id of one"),
         ({"qmodel": prefill}, f"qmodel=Gate: accepted is {QMODEL}"),
