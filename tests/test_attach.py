@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 import msattn
 from msattn.trainer.config import SelectConfig
@@ -20,7 +19,7 @@ from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.serving.attach import attach, load
 from msattn.trainer.serving.statistics import SparseStats
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
-from tests.sparse import BLOCK, BUCKETS, LAYERS, attach_reading_all, gate_for, save
+from tests.sparse import BLOCK, LAYERS, attach_reading_all, gate_for, save
 
 
 @pytest.fixture
@@ -149,17 +148,6 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     for value in (-1, "never"):
         with pytest.raises(UserError, match=rf"dense_below={value!r}: accepted is an integer"):
             dense_below(gate=gate, dense_below=value)
-
-
-@torch.no_grad()
-def test_a_cache_can_be_used_in_the_next_context(model: Any) -> None:
-    ids, router, cache = random_tokens(1, 40), random_partition(), DynamicCache()
-    with attach(model, qmodel=router, probes=0):
-        model(ids[:, :38], past_key_values=cache)
-    with attach(model, qmodel=router, probes=BUCKETS, recent=1) as sparse:
-        logits = model(ids[:, 38:39], past_key_values=cache).logits
-        assert sparse.stats()["dense_fallbacks"] == 0
-    torch.testing.assert_close(logits, model(ids).logits[:, 38:39], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -214,8 +214,3 @@ def test_training_with_a_cache_keeps_no_graph_in_it() -> None:
         output.logits.square().mean().backward()
     (pooled,) = output.past_key_values.layers[0].pooled.values()
     assert not pooled.blocks.requires_grad
-
-
-def test_a_model_without_weights_is_refused() -> None:
-    with pytest.raises(UserError, match="meta device"), msattn.attach(tiny_model().to("meta"), select="quest"):
-        pass

@@ -2,8 +2,6 @@
 
 import hashlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,15 +171,3 @@ def test_a_weight_that_is_not_finite_is_reported(here: Path, rejected: Callable[
     assert "model.layers.1.self_attn.k_proj.weight" in line
     assert "not finite" in line
     assert not (here / "outputs/tiny/new/gate").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["trian-gate", "train-gate model=lama3"])
-def test_exit_code_and_streams_of_the_installed_command(tmp_path: Path, arguments: str) -> None:
-    """Runs in a separate process."""
-    command = [str(Path(sys.executable).with_name("msattn")), *arguments.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("msattn: ")
-    assert done.stderr.count("\n") == 1

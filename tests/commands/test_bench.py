@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.colors import to_hex
 from torch import Tensor
 
 from msattn.kernels import bench
@@ -17,7 +16,6 @@ from msattn.kernels.bench import cases, decode_cases, peers, prefill_cases
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
-from msattn.trainer.commands.bench_report import figure
 from tests.commands.conftest import Run
 
 SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
@@ -232,16 +230,6 @@ def test_a_sweep_needs_a_gpu(msattn: Run) -> None:
     code, _, err = msattn("bench", "device=cpu", "bench.sweep=true")
     assert (code, err.count("\n")) == (2, 1)
     assert "bench.sweep=true: needs a GPU" in err
-
-
-@pytest.mark.slow
-def test_each_line_of_a_figure_has_its_own_colour() -> None:
-    (row,) = bench.measure("merge_states", SMALL, replace(OPTIONS, peers=()))
-    names = ["msattn", *(f"kernel 64-64-4-{i}-1" for i in range(25)), "flash"]
-    rows = [replace(row, variant=name, setting=f"{i}% sparse") for name in names for i in range(4)]
-    for axes in figure(rows).axes:
-        colors = [to_hex(line.get_color()) for line in axes.get_lines()]
-        assert len(set(colors)) == len(colors) == len(rows)
 
 
 @pytest.mark.gpu

@@ -40,13 +40,6 @@ def test_a_folder_without_weights(here: Path) -> None:
     ]
 
 
-def test_a_packaged_model_needs_no_download(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    rows = dict(doctor_model("llama3"))
-    assert rows["KV cache"] == "128 KiB a token, 16,384 MiB in full (16 bits)"
-    assert "beyond" not in rows["faster from"].splitlines()[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mine", "llama3"])
 def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
@@ -59,14 +52,6 @@ def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.Monke
     for line in dict(doctor_model(model))["next"].replace("FILE", "text.txt").splitlines():
         assert exit_code(*shlex.split(line)[1:]) == 0, line
     assert ran == ["generate", "train_gate", "fit_kmeans", "train_qmodel", "eval"]
-
-
-def test_models_with_a_sliding_window_say_so(here: Path) -> None:
-    write_config(here / "mine", "mistral", sliding_window=64)
-    rows = dict(doctor_model("mine"))
-    assert rows["sparse"] == "nothing"
-    assert "sliding window of 64 tokens" in rows["dense"]
-    assert "next" not in rows
 
 
 def test_mixed_models_list_their_layers(here: Path) -> None:

@@ -67,20 +67,6 @@ def test_help_leaves_out_what_a_command_does_not_use(page: Page) -> None:
         assert not [topic for topic in topics if f"msattn {command} --help" in topic]
 
 
-def test_choices_are_named_where_the_text_does_not(page: Page) -> None:
-    known = keys_of("train-gate").keys
-    assert known["model.init"].explanation.endswith("no download: pretrained, random")
-    assert known["gate.loss"].explanation == "mse (the paper), kl or smooth_l1"
-    assert known["gate.q_pool"].override == "gate.q_pool=[avg,max,min]"
-
-
-def test_the_overview_names_commands_groups_and_overrides(page: Page) -> None:
-    code, out = page("help")
-    assert code == 0
-    for text in ("train-gate", "key=value", "model/presets  lab, long, small, teacher, tiny", "msattn help gate.heads"):
-        assert text in out
-
-
 @pytest.mark.slow
 def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
     """Each of the others is refused, and the page of the group says by which commands."""
@@ -96,13 +82,6 @@ def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
     shown = " ".join(page("help", "select")[1].split())
     assert "by default calibrated in msattn eval" in shown
     assert "MoA). Not in generate, serve, finetune." in shown
-
-
-@pytest.mark.slow
-def test_a_group_with_keys_of_one_command(page: Page) -> None:
-    out = page("help", "train")[1]
-    assert "msattn finetune: shard weights" in out
-    assert out.count("train.lr=") == 1
 
 
 def test_a_section_and_a_key(page: Page) -> None:

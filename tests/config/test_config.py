@@ -112,6 +112,8 @@ def test_every_option_composes(group: str) -> None:
         ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: accepted is a list, each a number in [0.001, 0.5]"),
         ("train-gate", "gate.phase=decoding", "gate.phase=decoding: accepted are prefill, decode (did you mean decode?)"),
         ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: gate.sink + gate.recent below"),
+        ("serve", "chat=true", "chat=True: accepted is null"),
+        ("serve", "dense=true artifacts.gate=embedded", "dense=True: accepted is false with artifacts.gate"),
         ("generate", "keys=0.05 probes=2", "keys=0.05: probes=2 is given too"),
         ("generate", "keys=0.7", "keys=0.7: accepted is null, a share in [0.001, 0.5], or a whole number of keys"),
         ("generate", "threshold=0.1 keys=64", "threshold=0.1: keys=64 is given too"),
@@ -160,8 +162,3 @@ def test_known_keys_reach_the_leaves() -> None:
     assert len(keys) == len(set(keys)), "policies share keys"
     assert nearest("eval.needel.depths", keys) == " (did you mean eval.needle.depths?)"
     assert nearest("qwertyuiop", keys) == ""
-
-
-def test_commands_that_write_artifacts() -> None:
-    trains = {name for name, command in COMMANDS.items() if command.trains}
-    assert trains == {"train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta"}

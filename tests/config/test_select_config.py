@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ def test_a_policy_has_its_own_key_and_the_shared_ones(policy: str) -> None:
     assert getattr(SelectConfig(policy), key) == POLICIES[policy][key]
     assert replace(select, **{key: value, "seed": 4}) == SelectConfig(policy, seed=4, **{key: value})
     assert copy.deepcopy(select) == pickle.loads(pickle.dumps(select)) == select
-
-
-def test_the_default_policy_is_topk() -> None:
-    assert asdict(SelectConfig())["sparsity"] == 0.5
-    assert SelectConfig() == SelectConfig("topk")
 
 
 @pytest.mark.parametrize(("policy", "key"), FOREIGN)

@@ -165,15 +165,6 @@ def test_masks_are_the_readings_of_the_paper(backend: Backend, device: str) -> N
     assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), "every row but the first, which has one key"
 
 
-def test_the_readings_of_the_mask_agree_for_kernels_of_one_row() -> None:
-    q, k, v = random_qkv(1, 1, 1, 12, head_size=8, device="cpu")
-    weight = random_weight(1, (1, 5), FULL, "cpu")
-    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
-    shared.assert_same(printed, own)
-    torch.testing.assert_close(conv_attention(q, k, v, weight).double(), own, rtol=1e-5, atol=1e-5)
-    shared.assert_same(conv_attention(q, k, v, weight, mask="key"), conv_attention(q, k, v, weight))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import reference
@@ -171,27 +169,6 @@ def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> Non
         got = flash_decode(q, k, v, variant=variant, **options, backend=backend)
         assert (got.out == 0).all()
         assert (got.lse == -math.inf).all()
-
-
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None)
-@given(
-    num_keys=st.integers(1, 90),
-    num_queries=st.integers(1, 6),
-    causal=st.booleans(),
-    mod=st.sampled_from([None, "softcap", "sliding_window"]),
-    splits=st.integers(1, 9),
-    variant=st.sampled_from(VARIANTS),
-    backend=st.sampled_from(BACKENDS),
-)
-def test_splits_and_variants_agree(
-    device: str, num_keys: int, num_queries: int, causal: bool, mod: str | None, splits: int, variant: Variant, backend: Backend
-) -> None:
-    case = Case(1, 2, 1, num_queries, num_keys, 16, causal=causal, mod=mod)
-    q, k, v = random_qkv(*case[:6], device=device)
-    whole = flash_decode(q, k, v, **case.options(device), backend="torch")
-    parts = flash_decode(q, k, v, variant=variant, **case._replace(splits=splits).options(device), backend=backend)
-    torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize("limit", [0.5, 30.0])

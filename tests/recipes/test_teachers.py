@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -105,15 +103,6 @@ def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Load
     assert figures.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
-
-
-@pytest.mark.slow
-@given(st.text())
-@settings(max_examples=200, deadline=None)
-def test_tokenizer_round_trips_any_text(content: str) -> None:
-    ids = ids_of(content)
-    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == content
-    assert TOKENIZER.eos_token_id not in ids or END_OF_TEXT in content
 
 
 def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
@@ -273,24 +262,6 @@ def test_mistakes_are_refused_before_training(workspace: Path, arguments: str, p
     with pytest.raises(UserError, match=message):
         run_recipe(workspace, "out", *arguments.format(workspace).split())
     assert not (workspace / "out/metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (KeyboardInterrupt("saved; resume=true continues from there"), "saved; --resume continues from there"),
-        (UserError("no checkpoint; resume=false starts again"), "no checkpoint; no --resume starts again"),
-    ],
-)
-def test_errors_of_the_training_name_options(
-    error: BaseException, line: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, tracker: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(train, "fit", fail)
-    with pytest.raises(type(error), match=f"^{line}$"):
-        run_recipe(workspace, "out")
 
 
 def test_more_than_three_passes_over_a_source_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from msattn.trainer.commands.compose import compose
-from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded
 from tests.serving.http.running import CHAT, NEW, PROMPT, SECONDS, Running, encoded, eventually, expected, greedy
 
@@ -64,21 +62,6 @@ def test_a_stop_string_ends_an_answer_before_it(embedded: Loaded, served: Runnin
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop"
     eventually(lambda: served.metric("cache_pages_used") == 0)
-
-
-def test_each_request_samples_in_its_own_way(embedded: Loaded, client: OpenAI) -> None:
-    """At the same time: greedy, so small a share of the probability that it is greedy, and hot."""
-    text = expected(embedded, encoded(embedded, PROMPT), 24)
-
-    async def ask() -> list[str]:
-        async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, timeout=SECONDS) as many:
-            ways: Any = [{"temperature": 0}, {"temperature": 2, "top_p": 1e-6}, {"temperature": 2}, {"temperature": 2}]
-            asked = [many.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, **way) for way in ways]
-            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
-
-    cold, narrow, *hot = asyncio.run(ask())
-    assert cold == narrow == text
-    assert len({text, *hot}) == 3
 
 
 @pytest.mark.slow
@@ -154,15 +137,3 @@ def test_models_and_health(served: Running, client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="this server has tiny"):
         client.models.retrieve("big/one")
     assert served.get("/health").json() == {"status": "ok"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["chat=true"], "chat=True: accepted is null"),
-        (["dense=true", "artifacts.gate=embedded"], r"dense=True: accepted is false with artifacts\.gate"),
-    ],
-)
-def test_the_configuration_names_what_has_no_use(overrides: list[str], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        compose("serve", overrides)
