@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from itertools import product
@@ -71,7 +72,11 @@ def leaves_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 COMMAND_OF = {name: command for command in reversed(COMMANDS) for name, _ in leaves_of(COMMANDS[command].schema)}
-KEYS = {accepted(kind): name for command in COMMANDS for name, kind in leaves_of(COMMANDS[command].schema)}  # one of each type
+KEYS = {  # one of each type, whatever its range
+    re.sub(r" in [\[(][^\])]*[\])]", "", accepted(kind)): name
+    for command in COMMANDS
+    for name, kind in leaves_of(COMMANDS[command].schema)
+}
 
 
 def base_overrides(command: str, key: str) -> tuple[str, ...]:
