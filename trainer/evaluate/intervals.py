@@ -22,9 +22,9 @@ def student_t(degrees: int) -> float:
     return z + first / n + second / n**2 + third / n**3
 
 
-def within(interval: Interval | None, low: float = 0.0, high: float = 1.0) -> Interval | None:
+def within(interval: Interval | None, high: float = 1.0) -> Interval | None:
     """Returns an interval without what exceeds the possible values."""
-    return interval and (max(interval[0], low), min(interval[1], high))
+    return interval and (max(interval[0], 0.0), min(interval[1], high))
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:

@@ -8,23 +8,24 @@ import numpy as np
 from msattn.trainer.data.tasks.exercises import random_key, random_value
 from msattn.trainer.data.tasks.wordings import TRAINING
 
+MIN_DISTANCE = 350  # characters between two insertions
+WINDOW = 16  # recent facts that may be repeated
 Fact = tuple[str, str]  # a statement, and a question with its answer
 
 
-def inject_needles(text: str, name: str, min_distance: int = 350, window: int = 16) -> str:
+def inject_needles(text: str, name: str) -> str:
     """Inserts facts, drawn from ``name``, between the lines of ``text``: half of them new, half repetitions of recent ones.
 
-    The wordings are those of :data:`msattn.trainer.data.tasks.wordings.TRAINING`. A repetition is the statement again, or a
-    question and its answer, of one of the ``window`` most recent facts. ``min_distance`` characters lie between two insertions.
+    A repetition is the statement again, or a question and its answer.
     """
     rng = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
-    recent: deque[Fact] = deque(maxlen=window)
+    recent: deque[Fact] = deque(maxlen=WINDOW)
     pieces: list[str] = []
     distance = 0
     for line in text.splitlines(keepends=True):
         pieces.append(line)
         distance += len(line)
-        if distance >= min_distance:
+        if distance >= MIN_DISTANCE:
             distance = 0
             if not recent or rng.random() < 0.5:
                 wording, key, value = TRAINING[rng.integers(len(TRAINING))], random_key(rng), random_value(rng)

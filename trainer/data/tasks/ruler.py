@@ -184,8 +184,8 @@ def variable_tracking(rng: Rng, haystack: Haystack, length: int, size: int) -> S
     return Sample(f"{example.prompt}{example.begun} {' '.join(example.answers)}\n\n{asked.prompt}", asked.begun, asked.answers)
 
 
-def _chain(rng: Rng, name_letters: int, size: int, hops: int = 4) -> Sample:
-    names = distinct(lambda: letters(rng, name_letters).upper(), hops + 1)
+def _chain(rng: Rng, name_letters: int, size: int) -> Sample:
+    names = distinct(lambda: letters(rng, name_letters).upper(), 5)
     value = random_value(rng)
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {name} = VAR {other} " for other, name in pairwise(names)]
@@ -210,17 +210,17 @@ def common_words(rng: Rng, haystack: Haystack, length: int, size: int) -> Sample
     return Sample(f"{example.prompt}{example.begun} {answer}\n{asked.prompt}", asked.begun, asked.answers)
 
 
-def _word_list(rng: Rng, haystack: Haystack, number: int, often: int, seldom: int, common: int = 10) -> Sample:
+def _word_list(rng: Rng, haystack: Haystack, number: int, often: int, seldom: int) -> Sample:
     if number > len(haystack.words):
         raise TooFewWords(f"the haystack has {len(haystack.words)} different words, but {number} are needed")
     drawn = [haystack.words[i] for i in rng.permutation(len(haystack.words))[:number]]
-    listed = drawn[:common] * often + drawn[common:] * seldom
+    listed = drawn[:10] * often + drawn[10:] * seldom
     context = " ".join(f"{place}. {listed[i]}" for place, i in enumerate(rng.permutation(len(listed)), 1))
     prompt = (
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear "
         f"most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
     )
-    return Sample(prompt, " Answer: The top 10 words that appear most often in the list are:", drawn[:common])
+    return Sample(prompt, " Answer: The top 10 words that appear most often in the list are:", drawn[:10])
 
 
 def frequent_words(rng: Rng, haystack: Haystack, length: int, size: int) -> Sample:

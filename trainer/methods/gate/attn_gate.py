@@ -219,10 +219,7 @@ class Gate(GateArtifact[BlockThresholds]):
     def load(cls, path: str | Path) -> "Gate":
         """Loads a trained gate from the folder or Hub id of an artifact, on the CPU.
 
-        Raises
-        ------
-        UserError
-            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        Raises UserError if it is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
         stored = dict(artifact.manifest["details"])

@@ -97,10 +97,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     def load(cls, path: str | Path) -> "DecodeGate":
         """Loads trained gates from the folder or Hub id of an artifact, on the CPU.
 
-        Raises
-        ------
-        UserError
-            If the artifact is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        Raises UserError if it is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="decode_gate")
         details = checked(artifact.manifest["details"], DecodeGateDetails, f"artifact {path}: details")

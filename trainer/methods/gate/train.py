@@ -39,18 +39,10 @@ MAP_TITLES = ("true block map", "gate scores", f"blocks read at {RECALL_SPARSITI
 def train_gate(cfg: TrainGateConfig) -> Path:
     """Trains the gates of a model and writes them as an artifact; the job of ``msattn train-gate``.
 
-    Returns
-    -------
-    Path
-        ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``. Checkpoints, metrics and pictures
-        of block maps are in the folder of this name below the sibling ``runs``.
-
-    Raises
-    ------
-    UserError
-        Before training: the artifact exists, the model is not supported, or chunks are longer than its positions.
-    TrainingDiverged
-        A loss is not finite. The message names the layer, and the last complete checkpoint is kept.
+    Returns ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``. Checkpoints, metrics and
+    pictures of block maps are in the folder of this name below the sibling ``runs``. Raises UserError before training if the
+    artifact exists, the model is not supported or chunks are longer than its positions, and TrainingDiverged, with the last
+    complete checkpoint kept, if a loss is not finite.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, cfg.gate.kind)
     artifacts.check_writable(folder, cfg.overwrite)

@@ -1,6 +1,6 @@
 """Figures of a teacher: bits per byte of text, and needles in wordings that it has not seen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from msattn.trainer.data.tasks.sequences import Tokens, crop_from, needle_prompt
-from msattn.trainer.data.tasks.wordings import HELD_OUT, Wording
+from msattn.trainer.data.tasks.wordings import HELD_OUT
 
 TEST_PROMPTS = 200
 
@@ -53,15 +53,13 @@ def _batches(rows: np.ndarray, seq_len: int) -> Iterable[np.ndarray]:
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def needle_prompts(
-    tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int, wordings: Sequence[Wording] = HELD_OUT
-) -> dict[int, NeedlePrompts]:
-    """Returns ``samples`` prompts of ``length`` tokens with one needle and with eight, in ``wordings`` in turn."""
+def needle_prompts(tokens: np.ndarray, length: int, tokenizer: Any, *, samples: int, seed: int) -> dict[int, NeedlePrompts]:
+    """Returns ``samples`` prompts of ``length`` tokens with one needle and with eight, in held-out wordings in turn."""
     prompts: dict[int, NeedlePrompts] = {}
     for count in (1, 8):
         made = []
         for number in range(samples):
-            rng, wording = np.random.default_rng((seed, count, number)), wordings[number % len(wordings)]
+            rng, wording = np.random.default_rng((seed, count, number)), HELD_OUT[number % len(HELD_OUT)]
             made.append(needle_prompt(rng, length, crop_from(tokens), tokenizer, wording, count=count))
         prompts[count] = np.stack([each.ids for each in made]), made[0].answer_tokens
     return prompts

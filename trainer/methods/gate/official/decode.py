@@ -64,9 +64,7 @@ def read(
 ) -> tuple[DecodeGate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
 
-    Raises
-    ------
-    UserError : the files are damaged, or the gates compute something else than ours.
+    Raises UserError if the files are damaged, or the gates compute something else than ours.
     """
     official, cfg = _read_config(files)
     gate = DecodeGate.build(config, cfg, finished_at)

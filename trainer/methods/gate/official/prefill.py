@@ -46,9 +46,7 @@ class OfficialConfig:
 def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
 
-    Raises
-    ------
-    UserError : the files are damaged, or the gates compute something else than ours.
+    Raises UserError if the files are damaged, or the gates compute something else than ours.
     """
     official, cfg = _read_config(files)
     gate = Gate.build(config, cfg)
