@@ -14,13 +14,11 @@ from transformers import AutoModelForCausalLM
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import (
     ArtifactsConfig,
-    DataConfig,
     FinetuneConfig,
     FinetuneTrainConfig,
     GateConfig,
     ModelConfig,
     SelectConfig,
-    TrackerConfig,
 )
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
@@ -30,6 +28,7 @@ from msattn.trainer.training.checkpoints import newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import GPUS, Job, LaunchedGpuJob, prepare
 from tests.running import succeed
+from tests.training.small import small_run, write_words
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -37,19 +36,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig:
     """Settings for two layers and chunks of 96 tokens, 32 more than the model has positions without YaRN."""
     architecture = tiny_architecture(vocab_size=4096, max_position_embeddings=64)
-    settings = {
+    settings = small_run(root, name) | {
         "model": ModelConfig(name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN),
-        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
         "select": SelectConfig(sparsity=0.5),
         "artifacts": ArtifactsConfig(gate=str(root / "outputs/small/base/gate")),
         "train": FinetuneTrainConfig(
             lr=1e-3, steps=4, batch_size=2, micro_batch_size=1, schedule="linear", log_every=1, save_every=2
         ),
-        "tracker": TrackerConfig(kind="none"),
-        "outputs": str(root / "outputs"),
-        "name": name,
-        "device": "cpu",
-        "seed": 3,
     }
     return FinetuneConfig(**{**settings, **changes})
 
@@ -58,9 +51,7 @@ def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with texts, and with gates of the model that training starts from."""
     folder = tmp_path_factory.mktemp("finetune")
-    words = [f"word{i % 97} and number {i}." for i in range(1500)]
-    (folder / "train.txt").write_text(" ".join(words))
-    (folder / "heldout.txt").write_text(" ".join(words[::-5]))
+    write_words(folder)
     new_gates(folder, "cpu", "float32", "base")
     return folder
 

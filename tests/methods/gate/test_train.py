@@ -10,7 +10,7 @@ import torch
 
 import msattn
 from msattn.trainer import artifacts, data, models
-from msattn.trainer.config import DataConfig, GateConfig, ModelConfig, TrackerConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.config import GateConfig, ModelConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -20,6 +20,7 @@ from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import TrainingDiverged, newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import Job
+from tests.training.small import small_run, write_words
 
 JOB = """
 import sys
@@ -54,16 +55,10 @@ torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
 
 def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> TrainGateConfig:
     """Settings for two layers and chunks of 96 tokens; text and outputs are in ``root``."""
-    settings = {
+    settings = small_run(root, name) | {
         "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
-        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
         "gate": GateConfig(block_size=16),
         "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, micro_batch_size=1, log_every=1, save_every=2),
-        "tracker": TrackerConfig(kind="none"),
-        "outputs": str(root / "outputs"),
-        "name": name,
-        "device": "cpu",
-        "seed": 3,
     }
     return TrainGateConfig(**{**settings, **changes})
 
@@ -78,9 +73,7 @@ def two_rank_config(root: Path, name: str) -> TrainGateConfig:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("train_gate")
-    words = [f"word{i % 97} and number {i}." for i in range(1500)]
-    (folder / "train.txt").write_text(" ".join(words))
-    (folder / "heldout.txt").write_text(" ".join(words[::-5]))
+    write_words(folder)
     return folder
 
 
