@@ -63,19 +63,26 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.block_sparse_attention import backward
-    from msattn.kernels.block_sparse_attention import forward as op
+    from msattn.kernels.block_sparse_attention import backward, forward
 
+    _with_block_map(forward, backward, torch.bool, dtype, head_size, sm)
+
+
+def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.multiscale_attention import backward, forward
+
+    _with_block_map(forward, backward, torch.uint8, dtype, head_size, sm)
+
+
+def _with_block_map(forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    lse = torch.zeros(1, 4, 200)
-    block_size = _block_size(head_size)
-    blocks = -(-200 // block_size)
-    mask = random_block_mask(1, 2, blocks, blocks, 0.5)
+    lse, block_size = torch.zeros(1, 4, 200), _block_size(head_size)
+    blocks = torch.ones(1, 2, -(-200 // block_size), -(-200 // block_size), dtype=of_map)
     options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
     for softcap in CAPS:
-        op.launch(q, k, v, mask, *options, softcap)
+        forward.launch(q, k, v, blocks, *options, softcap)
         if _compiles_backward(head_size, sm):
-            backward.launch(q, lse, q, k, v, mask, q, lse, *options, softcap)
+            backward.launch(q, lse, q, k, v, blocks, q, lse, *options, softcap)
 
 
 def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -119,22 +126,6 @@ def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import merge_states as op
 
     op.launch(torch.zeros(3, 1, 2, 5, head_size, dtype=dtype), torch.zeros(3, 1, 2, 5))
-
-
-def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.multiscale_attention import backward
-    from msattn.kernels.multiscale_attention import forward as op
-
-    q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
-    block_size = _block_size(head_size)
-    blocks = -(-200 // block_size)
-    zoom = torch.ones(1, 2, blocks, blocks, dtype=torch.uint8)
-    options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-    lse = torch.zeros(1, 4, 200)
-    for softcap in CAPS:
-        op.launch(q, k, v, zoom, *options, softcap)
-        if _compiles_backward(head_size, sm):
-            backward.launch(q, lse, q, k, v, zoom, q, lse, *options, softcap)
 
 
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
