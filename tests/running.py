@@ -58,9 +58,8 @@ SMALL = [
     "data.path=text.txt",
     "data.seq_len=128",
 ]
-
-
 SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
+SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
 
 
 def text(words: int, word: str = "word") -> str:

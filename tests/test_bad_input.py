@@ -10,8 +10,6 @@ import torch
 
 from tests.running import SMALL, SMALL_EVAL, exit_code, text
 
-SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
-
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file below a folder."""
