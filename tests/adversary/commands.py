@@ -10,12 +10,13 @@ from tests.methods.gate.released import released
 from tests.running import SMALL, SMALL_EVAL, succeed, text
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
+GATE = ["gate.target=mass", "gate.mean_weight=0"]  # choosing them prints a line each
 QMODEL = ["qmodel.num_prompts=2", "qmodel.long_range=8", "qmodel.hidden=16", "qmodel.batch_queries=8"]
 MTA = ["mta.blocks=2", "mta.letters=2", "mta.hidden_size=16", "mta.num_layers=1", "mta.test_problems=4", "overwrite=true"]
 MTA += ["device=cpu", "tracker=none", "train.warmup_steps=0", "train.num_workers=0"]
 SIZES = ["bench.lengths=[96]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "bench.peers=[]"]
 COMMANDS = {
-    "train-gate": ["train-gate", *TRAINING, "train.steps=4", "train.batch_size=1", "train.save_every=2"],
+    "train-gate": ["train-gate", *TRAINING, *GATE, "train.steps=4", "train.batch_size=1", "train.save_every=2"],
     "fit-kmeans": ["fit-kmeans", *TRAINING, "kmeans.num_buckets=4", "kmeans.num_prompts=2"],
     "train-qmodel": ["train-qmodel", *TRAINING, *QMODEL, "train.steps=4", "train.save_every=2"],
     "finetune": ["finetune", *TRAINING, "select.sparsity=0", "train.steps=2", "train.batch_size=1", "train.save_every=1"],

@@ -98,7 +98,7 @@ def test_more_than_three_passes_are_told_and_the_cache_changes_no_bit(
     msattn: Callable[..., tuple[int, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "LEAST_SECONDS", 0.0)
-    few = [*SHORT, "data.heldout_path=heldout.txt", "data.num_chunks=2", "gate.mean_weight=0"]
+    few = [*SHORT, "data.heldout_path=heldout.txt", "data.num_chunks=2", "gate.target=mass", "gate.mean_weight=0"]
     code, lines = msattn("train-gate", *few, "train.steps=7")
     warning = "msattn: warning: training reads the 2 chunks of the documents of data.path=text.txt 3.5 times; beyond 3 times, "
     assert code == 0
