@@ -230,6 +230,29 @@ TABLES = {
         ],
         **AT_4096,
     ),
+    "leaderboard-ratios": Table(
+        "leaderboard",
+        "method",
+        {
+            title: {"method": method}
+            for method, title in (
+                ("dense", "dense"),
+                *COMPARED_TITLES.items(),
+                ("gate, top-k", "gate, as many blocks in each row"),
+            )
+            if any(row["method"] == method for row in rows("leaderboard"))
+        },
+        [
+            Cell("0 %", ".1%", "score", setting=""),
+            *chain.from_iterable(
+                (
+                    Cell(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}"),
+                    Cell("read (%)", ".1%", "selectivity", setting=f"sparsity {float(x) / 100:g}"),
+                )
+                for x in ("25", "50", "75", "87.5")
+            ),
+        ],
+    ),
     "smollm2-blocks": Table(
         "comparison",
         "blocks chosen by",
