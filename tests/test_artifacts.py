@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from msattn.kernels.common.checks import MAX_HEAD_SIZE
 from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, read
 from msattn.trainer.artifacts.manifest import checksum
 from msattn.trainer.errors import UserError
@@ -143,6 +144,10 @@ def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=r"artifact nobody/nothing: not a local folder, and .* Hugging Face Hub") as caught:
         read("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_the_largest_heads_that_models_may_have(folder: Path) -> None:
+    assert read(save(folder, model=MODEL | {"head_dim": MAX_HEAD_SIZE})).manifest["model"]["head_dim"] == 512
 
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "rope", "config_hash", "weights_hash"])

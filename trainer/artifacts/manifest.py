@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Interval, Len
 from torch import Tensor
 
+from msattn.kernels.common.checks import MAX_HEAD_SIZE
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import checked, read_json
 
@@ -31,7 +32,7 @@ class BaseModel:
     num_layers: Count
     num_heads: Count
     num_kv_heads: Count
-    head_dim: Annotated[int, Interval(ge=1, le=256)]
+    head_dim: Annotated[int, Interval(ge=1, le=MAX_HEAD_SIZE)]
     rope: dict[str, Any]
     config_hash: str
     weights_hash: str | None

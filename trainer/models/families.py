@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msattn.kernels.common.checks import MAX_HEAD_SIZE
 from msattn.trainer.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -280,8 +281,8 @@ def check_supported(config: "PreTrainedConfig") -> None:
     heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
     if heads % kv_heads:
         raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
-    if size % 8 or not 8 <= size <= 512:
-        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to 512")
+    if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
+        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to {MAX_HEAD_SIZE}")
     _check_rope(config)
     for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size"), (LINEAR, "linear_num_key_heads")):
         if kind in layer_kinds(config) and not getattr(config, key, None):

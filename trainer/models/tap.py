@@ -113,7 +113,7 @@ class _LayerTap(NotCopied):
         if cache is None and current.past_key_values is not None:
             cache = current.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
-            raise UserError("past_key_values: accepted is a growing cache (DynamicCache), not a static one")
+            raise UserError("past_key_values: a static cache cannot be read here; expected a growing one (DynamicCache)")
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
         inputs = LayerInputs(
             layer, q, k, v, q_nope, k_nope, cos, sin, scale, kv_start, cache, current.position_ids, softcap=softcap, sinks=sinks

@@ -109,7 +109,9 @@ def test_readers_of_metrics_share_what_they_read(small: Loaded, monkeypatch: pyt
     """The engine stands still while it is asked."""
     with running(small, configuration()) as served:
         asked = list[float]()
-        monkeypatch.setattr(served.engine, "reads", lambda: asked.append(time.monotonic()) or {"sparsity": len(asked)})
+        monkeypatch.setattr(
+            served.engine, "attention_stats", lambda: asked.append(time.monotonic()) or {"sparsity": len(asked)}
+        )
         eventually(lambda: served.metric("sparsity") == 2)
     assert asked[1] - asked[0] >= metrics.STATS_SECONDS
 
