@@ -140,7 +140,7 @@ def comparison(model: str, task: str) -> Table:
             Cell(f"KL, {int(x):,} tokens", ".3f", "kl_divergence", length=x),
             Cell("same top token (%)", ".1%", "same_top", length=x),
         ]
-    return Table("comparison", "blocks chosen by|policy|asked for", lines, columns, model=model, task=task)
+    return Table("comparison", "blocks chosen by|policy|setting", lines, columns, model=model, task=task)
 
 
 TABLES = {
@@ -156,8 +156,8 @@ TABLES = {
             Cell("FA2 (s)", ".3f", "score", method="dense, flash"),
             Cell("cuDNN (s)", ".3f", "score", method="dense, cuDNN"),
             *(Cell(f"{100 * float(x):g} % sparse (s)", ".3f", "score", setting=f"sparsity {x}") for x in SPARSITIES[1:]),
-            Cell("95 %, faster than FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
-            Cell("than cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
+            Cell("95 %: speedup over FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
+            Cell("over cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
         ],
         situation="",
     ),
@@ -176,8 +176,8 @@ TABLES = {
         [
             Cell("dense (s)", ".3f", "score", method="dense, flash"),
             Cell("gate (s)", ".3f", "score", method="gate, untrained"),
-            Cell("faster (x)", ".2f", "times_flash", method="gate, untrained"),
-            Cell("peak memory of the gate's run (MiB)", ",.0f", "peak_memory_mb", method="gate, untrained"),
+            Cell("speedup (x)", ".2f", "times_flash", method="gate, untrained"),
+            Cell("peak memory with the gate (MiB)", ",.0f", "peak_memory_mb", method="gate, untrained"),
         ],
     ),
     "decoding": Table(
@@ -185,10 +185,10 @@ TABLES = {
         "sequences x keys",
         {f"{batch} x {int(x):,}": {"batch": batch, "length": x} for batch, x in SIZES},
         [
-            Cell("cuDNN, a step", ",.1f", "score", method="dense, cuDNN"),
+            Cell("cuDNN, one step", ",.1f", "score", method="dense, cuDNN"),
             Cell("msattn, dense", ",.1f", "score", method="dense, same cache and graphs"),
             Cell("msattn, classifier", ",.1f", "score", setting="32 probes"),
-            Cell("faster than msattn, dense (x)", ".2f", "times_same cache and graphs", setting="32 probes"),
+            Cell("speedup over msattn, dense (x)", ".2f", "times_same cache and graphs", setting="32 probes"),
             Cell("keys read (%)", ".1%", "selectivity", setting="32 probes"),
         ],
     ),
@@ -222,7 +222,7 @@ TABLES = {
         "method",
         {COMPARED_TITLES.get(method, method): {"method": method} for method in ranked(AT_4096)},
         [
-            Cell("0 % left out: answers (%)", ".1%", "score", setting=""),
+            Cell("0 %: answers (%)", ".1%", "score", setting=""),
             *chain.from_iterable(
                 (Cell(f"{share} (%)", ".1%", "score", setting=x), Cell("read (%)", ".1%", "selectivity", setting=x))
                 for share, x in AT_80_AND_90.items()
@@ -310,7 +310,7 @@ TABLES = {
     ),
     "smollm2-keys": Table(
         "public",
-        "new tokens read by|setting",
+        "keys chosen by|setting",
         keys(
             {
                 "classifier, calibrated": ("5 % of far keys", "10 % of far keys"),
@@ -325,7 +325,7 @@ TABLES = {
     ),
     "smollm2-all-keys": Table(
         "public",
-        "new tokens read by|setting",
+        "keys chosen by|setting",
         keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS if title not in ("LSH", "random buckets")}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
@@ -338,7 +338,7 @@ TABLES = {
     ),
     "realised": Table(
         "realised",
-        "model, blocks chosen by|asked for (%)",
+        "model, blocks chosen by|requested (%)",
         {
             f"{MODELS[row['model']]}, {TITLES[row['scores']]}|{float(row['sparsity']):.0%}".rstrip("%"): {
                 key: row[key] for key in ("model", "scores", "sparsity")
@@ -377,7 +377,7 @@ TABLES = {
     ),
     "teacher-first-token": Table(
         "teacher",
-        "90 %, calibrated where nothing else is said",
+        "90 % sparse, calibrated unless stated",
         {f"dense, {name}": {"method": f"dense, {kernel}"} for name, kernel in (("cuDNN", "cuDNN"), ("FA2", "flash"))}
         | {title: {**(CALIBRATED | TOP_K)[title], "setting": "sparsity 0.9"} for title in (*CALIBRATED, "gate, top-k")},
         [Cell(f"{int(x):,} tokens (s)", ".4f", "score", length=x) for x in ("16384", "32768")],
@@ -402,14 +402,14 @@ TABLES = {
     ),
     "ruler-calibrated": Table(
         "ruler",
-        "new tokens read by",
+        "keys chosen by",
         of_seeds("classifier, calibrated", method="classifier, calibrated"),
         [Cell("keys read (%)", ".1%", "selectivity"), Cell("RULER (%)", ".1%", "score")],
         length="16384",
     ),
     "ruler-keys": Table(
         "ruler",
-        "new tokens read by",
+        "keys chosen by",
         of_seeds("classifier", method="classifier")
         | WITHOUT_TRAINING
         | of_seeds("k-means of keys before RoPE", method="k-means"),
