@@ -77,12 +77,10 @@ Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed conf
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
 Model = Annotated[
     str | None,
-    typer.Option(
-        help="A model of your own: a folder, a GGUF file or a Hub id.", autocompletion=_complete_model, show_default=False
-    ),
+    typer.Option(help="Your own model: a folder, a GGUF file or a Hub id.", autocompletion=_complete_model, show_default=False),
 ]
 Data = Annotated[
-    str | None, typer.Option(help="Text of your own: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
+    str | None, typer.Option(help="Your own text: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
 ]
 
 app = typer.Typer(
@@ -118,7 +116,7 @@ def options(version: Version = False) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into exit codes, and prints the message of the job, e.g. the path of its checkpoint."""
+    """Turns Ctrl-C and SIGTERM into exit codes and prints the job's message, e.g. the path of its checkpoint."""
     from msattn.trainer.errors import report_error
 
     try:
@@ -168,11 +166,11 @@ def _add_job(command: str, purpose: str) -> None:
 
 
 for _command, _purpose in {
-    "train-gate": "Train gates, which select key blocks for prompts. SeerAttention: one score for each pair of blocks.",
-    "fit-kmeans": "Cluster keys into buckets by spherical k-means. Each key/value head has buckets of its own.",
-    "train-qmodel": "Train query classifiers, which select buckets. SAAP: a new token reads only some buckets of keys.",
-    "finetune": "Train all weights of a model with sparse attention. Long text, with gates or dense.",
-    "eval": "Measure artifacts; write a verdict, tables and figures. Baselines need no training.",
+    "train-gate": "Train gates, which select key blocks for prompts. A gate scores each pair of blocks (SeerAttention).",
+    "fit-kmeans": "Cluster keys into buckets with spherical k-means. Each key/value head has its own buckets.",
+    "train-qmodel": "Train query classifiers, which select buckets. A new token reads only some buckets of keys (SAAP).",
+    "finetune": "Train all weights of a model with sparse attention. Uses long text and gates, or dense attention.",
+    "eval": "Measure artifacts; write a verdict, tables and figures. Compares them with training-free baselines.",
 }.items():
     _add_job(_command, _purpose)
 
@@ -183,7 +181,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text of the prompt.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Chat on this terminal, over one KV cache; the prompt is optional.")
+        bool, typer.Option("--chat", help="Chat on this terminal with one KV cache; the prompt is optional.")
     ] = False,
     model: Model = None,
     config_dir: ConfigDir = None,
@@ -195,7 +193,7 @@ def generate(
     from msattn.trainer.errors import UserError
 
     if chat and multirun:
-        raise UserError("--chat: there is one chat at a time; leave out --multirun")
+        raise UserError("--chat: only one chat runs at a time; remove --multirun")
     text = "" if cfg or (chat and prompt is prompt_file is None) else read_prompt(prompt, prompt_file)
     _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
@@ -204,33 +202,33 @@ def generate(
 def serve(
     overrides: Overrides = None,
     model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[str, typer.Option(metavar="INTEGER", help="Port to listen at; 0 takes a free one.")] = "8000",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[str, typer.Option(metavar="INTEGER", help="Port to listen on; 0 takes a free one.")] = "8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MSATTN_API_KEY", help="Key that requests must bring.", show_default=False)
+        str | None, typer.Option(envvar="MSATTN_API_KEY", help="API key that requests must send.", show_default=False)
     ] = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
 ) -> None:
-    """Serve a model over HTTP with sparse attention. In OpenAI's form; Ctrl-C lets running requests finish."""
+    """Serve a model over HTTP with sparse attention. The API is OpenAI's; Ctrl-C lets running requests finish."""
     _run("serve", overrides, config_dir, cfg, False, model, host=host, port=port, api_key=api_key)
 
 
 @app.command("train-mta", cls=ConfiguredCommand)
 def train_mta(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Train a small model with multi-token attention. From random weights, on a retrieval task; also with plain attention."""
+    """Train a small model with multi-token attention. Starts from random weights, on a retrieval task."""
     _run("train-mta", overrides, config_dir, cfg, multirun)
 
 
 @app.command("bench", cls=ConfiguredCommand)
 def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Time an operation beside other implementations. It is checked against its reference first."""
+    """Time an operation and competing implementations. Checks the operation against its reference first."""
     _run("bench", overrides, config_dir, cfg, multirun)
 
 
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
-    """Train and evaluate on the embedded model, in minutes. Any machine, no download."""
+    """Train and evaluate on the embedded model, in minutes. Runs on any machine, without a download."""
     from msattn.trainer.commands.demo import demo as run
 
     with _stopped_by_signals():
@@ -239,11 +237,11 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command("push")
 def push(
-    folder: Annotated[str, typer.Argument(help="An artifact, or the folder of a run with several, as outputs/llama3/base.")],
+    folder: Annotated[str, typer.Argument(help="The folder of an artifact, or of a run such as outputs/llama3/base.")],
     repository: Annotated[str, typer.Argument(help="The repository on the Hub, as owner/name.")],
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
-    """Upload artifacts to the Hugging Face Hub. In one commit, with model cards; the token is that of hf auth login."""
+    """Upload artifacts to the Hugging Face Hub. Makes one commit with model cards; uses the token of hf auth login."""
     from msattn.trainer.commands.artifacts import push as run
 
     with _stopped_by_signals():
@@ -258,7 +256,7 @@ def configure(
         typer.Argument(help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH."),
     ] = None,
 ) -> None:
-    """Record in a model's config.json what serves it. For attn_implementation="msattn" in transformers, and for vLLM."""
+    """Write msattn settings into a model's config.json. For attn_implementation="msattn" in transformers, and for vLLM."""
     from msattn.trainer.commands.artifacts import configure as run
 
     with _stopped_by_signals():
@@ -267,15 +265,19 @@ def configure(
 
 @app.command("import-gate")
 def import_gate(
-    source: Annotated[str, typer.Argument(help="A folder or Hub id, as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")],
+    source: Annotated[
+        str, typer.Argument(help="A folder or Hub id such as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder of the new artifact.", show_default=False)],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
     finished_at: Annotated[
         Literal["first", "last"] | None,
-        typer.Option(help="Key at which decode gates rotate a block that new tokens finish; last by default, as the authors."),
+        typer.Option(
+            help="Position for RoPE of a decode gate's block that new tokens complete; default: last, as the authors."
+        ),
     ] = None,
 ) -> None:
-    """Turn the released gates of SeerAttention's authors into an artifact. For prefill or decoding; their code does not run."""
+    """Import gates released by SeerAttention's authors as an artifact. For prefill or decoding; runs none of their code."""
     from msattn.trainer.commands.artifacts import import_gate as run
 
     with _stopped_by_signals():
@@ -290,7 +292,7 @@ def doctor(
     ] = None,
     model: Model = None,
 ) -> None:
-    """Check what this machine can run, or what of a model would be sparse. Prints how to install what is missing."""
+    """Check what this machine can run, or which layers of a model can be sparse. Prints how to install what is missing."""
     from msattn.trainer.commands.doctor import doctor as run
     from msattn.trainer.commands.doctor_model import doctor_model
     from msattn.trainer.errors import UserError
@@ -307,15 +309,15 @@ def doctor(
 
 @app.command("help")
 def explain(ctx: typer.Context, topic: Topic = None) -> None:
-    """Explain a command, a group or a key. Groups are named as in gate, keys as in gate.heads."""
+    """Explain a command, a group such as gate, or a key such as gate.heads."""
     from msattn.trainer.commands.help import show
 
     show(ctx, topic)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs ``msattn`` with ``arguments`` (default: those of the process) and exits."""
-    if arguments is None:  # the process has no other purpose, so signals are handled to its end
+    """Runs ``msattn`` with ``arguments`` (default: the process's own) and exits."""
+    if arguments is None:  # the process has no other purpose, so signals stay handled until it ends
         atexit.register(handle, signal.SIG_IGN)  # the last callback; later no function would be called
         handle(end_at_once)
         _open_streams()
@@ -325,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Opens standard streams that are closed, as by ``>&-``, so that no file of the job takes their place."""
+    """Opens standard streams that were closed, e.g. with ``>&-``, so that no file of the job gets their descriptor."""
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # to the end of the process

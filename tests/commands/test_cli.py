@@ -91,7 +91,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) ->
         ("train-gate -m train.steps=1,many", "job 1: train.steps='many': accepted is an integer"),
         ("fit-kmeans -m kmeans.num_buckets=glob(*)", "--multirun: kmeans.num_buckets=glob(*): no value"),
         ("generate", "give one of --prompt and --prompt-file"),
-        ("generate --chat -m seed=1,2", "--chat: there is one chat at a time"),
+        ("generate --chat -m seed=1,2", "--chat: only one chat runs at a time"),
         ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
         ("demo modle=tiny", "unknown key modle"),
     ],

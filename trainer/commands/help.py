@@ -10,17 +10,17 @@ from msattn.trainer.commands.keys import CommandKeys, Group, Key, as_override, g
 from msattn.trainer.config import AnswerConfig, known_keys, nearest
 from msattn.trainer.errors import UserError
 
-# Not shown for commands that answer prompts: they read no text and write no artifacts, and experiments are about those that do.
+# Hidden for commands that answer prompts: these read no text, write no artifacts, and have no experiments.
 UNUSED = ("data", "experiment", "overwrite", "resume")
 Section = tuple[str, list[tuple[str, str]]]  # a heading; terms and their explanations
 
 OVERRIDES: Section = (
     "Settings, after the command",
     [
-        ("group=option", "takes a file of conf/, as in model=llama3 or select=quest"),
-        ("key=value", "changes one setting, as in train.steps=100"),
-        ("key=[a,b]", "a list, without spaces, as in gate.q_pool=[avg,max]"),
-        ("-m key=a,b", "a sweep: one job for each value"),
+        ("group=option", "selects a file of conf/, e.g. model=llama3 or select=quest"),
+        ("key=value", "changes one setting, e.g. train.steps=100"),
+        ("key=[a,b]", "sets a list, without spaces, e.g. gate.q_pool=[avg,max]"),
+        ("-m key=a,b", "sweeps: one job for each value"),
     ],
 )
 MORE: Section = (
@@ -34,7 +34,7 @@ MORE: Section = (
 
 
 def show(context: Any, topic: str | None) -> None:
-    """Prints the page of ``topic``; ``context`` is the command line's."""
+    """Prints the help page of ``topic``; ``context`` is that of the command line."""
     import typer
 
     program = context.parent.command
@@ -53,14 +53,14 @@ def show(context: Any, topic: str | None) -> None:
 
 
 def write(formatter: Any, sections: Iterable[Section]) -> None:
-    """Writes sections with the help formatter of the command line, which wraps them at the width of the terminal."""
+    """Writes sections with the command line's help formatter, which wraps them to the width of the terminal."""
     for heading, rows in sections:
         with formatter.section(heading):
             formatter.write_dl(rows)
 
 
 def command_page(command: str) -> list[Section]:
-    """Returns the groups and keys of ``command``, those that matter first at the beginning."""
+    """Returns the groups and keys of ``command``, the main ones first."""
     known, first = keys_of(command), COMMANDS[command].first.split()
     rows = [
         (f"{name}={group.chosen}", f"{', '.join(group.options)}: see below")
@@ -74,7 +74,7 @@ def command_page(command: str) -> list[Section]:
 
 
 def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
-    """Returns the page of a group, of a section such as ``eval.needle``, or of a key; ``commands`` are the names of all."""
+    """Returns the page of a group, a section such as ``eval.needle``, or a key; ``commands`` has the names of all commands."""
     name = topic.replace("/", ".")
     accepted = {command: known_keys(COMMANDS[command].schema) for command in COMMANDS}
     using = [command for command, keys in accepted.items() if name in keys and _uses(command, name)]
@@ -110,7 +110,7 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
 
 
 def _uses(command: str, name: str) -> bool:
-    """Returns whether the job of ``command``, which accepts the group or key ``name``, has a use for it."""
+    """Returns True if the job of ``command``, which accepts the group or key ``name``, uses it."""
     return not (issubclass(COMMANDS[command].schema, AnswerConfig) and name.partition(".")[0] in UNUSED)
 
 

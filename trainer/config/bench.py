@@ -23,12 +23,14 @@ class BenchConfig:
     lengths: Annotated[list[Tokens], MinLen(1)] | None = key(
         "numbers of keys; null: 8192, 32768, 131072 on a GPU, 512, 1024 on a CPU", default=None
     )
-    heads: list[Heads] | None = key("query heads, key/value heads; null: 32, 8 on a GPU, 8, 2 on a CPU", default=None)
-    head_size: Int = key("channels of a head, a multiple of 8 up to 512", default=128)
+    heads: list[Heads] | None = key(
+        "numbers of query heads and key/value heads; null: 32, 8 on a GPU, 8, 2 on a CPU", default=None
+    )
+    head_size: Int = key("channels per head, a multiple of 8 up to 512", default=128)
     dtype: DType = key(DTYPE, default="auto")
     batch: Count = key("number of sequences", default=1)
     sparsities: Annotated[list[Sparsity], MinLen(1)] = key(
-        "shares of the visible keys that are not read, for operations that select", default=[0.9, 0.8, 0.5]
+        "shares of the visible keys that are not read, for sparse operations", default=[0.9, 0.8, 0.5]
     )
     direction: Direction = key("forward, or backward (the backward pass alone)", default="forward")
     queries: Annotated[list[Queries], MinLen(1)] = key("numbers of queries, for flash_decode", default=[1, 4, 16])
@@ -36,15 +38,15 @@ class BenchConfig:
         "convolution kernels (queries x keys), each 1 to 32, for conv_attention and conv_decode", default=["6x11"]
     )
     softcap: Softcap | None = key(
-        "limit of soft-capped scores (Gemma 2: 50), for attention and decoding; peers that cannot cap scores are skipped",
+        "soft cap of scores (Gemma 2: 50), for attention and decoding; peers that cannot cap scores are skipped",
         default=None,
     )
     peers: list[Peer] = key(
-        "competing implementations; also efficient, math; those that an operation lacks are skipped",
+        "competing implementations; also efficient, math. Those that do not exist for an operation are skipped",
         default=["flash", "cudnn", "flex", "eager", "block_sparse", "product"],
     )
     sweep: Flag = key("time the kernel's candidate tiles instead of peers", default=False)
-    tune: Flag = key("time the candidate tiles and keep those that are clearly faster, for this user and GPU", default=False)
+    tune: Flag = key("time the kernel's candidate tiles and save the clearly faster ones for this user and GPU", default=False)
 
     def __post_init__(self) -> None:
         for kernel in self.kernels:

@@ -57,10 +57,8 @@ class JobConfig:
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     outputs: Text = key("root folder of all outputs", default="outputs")
-    device: Annotated[Text, OneOf(("auto", "cpu", "cuda"))] = key(
-        "auto (CUDA where there is a GPU), cpu or cuda", default="auto"
-    )
-    seed: Seed = key("seed of random weights, of the order of the data and of all sampling", default=0)
+    device: Annotated[Text, OneOf(("auto", "cpu", "cuda"))] = key("auto (CUDA if there is a GPU), cpu or cuda", default="auto")
+    seed: Seed = key("seed of random weights, data order and sampling", default=0)
 
     def __post_init__(self) -> None:
         require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
@@ -100,7 +98,7 @@ class NamedConfig(JobConfig):
     """Keys of every command whose results have a name."""
 
     name: Text = key(
-        "folder of the results, below that of the model; default in a training sweep: the job's number", default="base"
+        "folder of the results, inside that of the model; in a training sweep the default is the job's number", default="base"
     )
     overwrite: Flag = key("replace an existing artifact or result", default=False)
     resume: Flag = key(
@@ -189,10 +187,10 @@ class ArtifactsConfig:
     """Artifacts to read; ``embedded`` stands for those of the embedded model that ship with the package."""
 
     gate: Text | None = key(
-        "folder or Hub id of gates, or embedded; null: the gates of the same model and name, if any", default=None
+        "folder or Hub id of gates, or embedded; null: those of the same model and name, if any", default=None
     )
     kmeans: Text | None = key(
-        "folder or Hub id of a k-means, or embedded; null: that of the same model and name, if any", default=None
+        "folder or Hub id of a k-means, or embedded; null: the one of the same model and name, if any", default=None
     )
     qmodel: Text | None = key(
         "folder or Hub id of query classifiers, or embedded, or (generate, serve) a router without training, e.g. quest; null: "
@@ -200,7 +198,7 @@ class ArtifactsConfig:
         default=None,
     )
     decode_gate: Text | None = key(
-        "folder or Hub id of decode gates; null: those of the same model and name, if there are any", default=None
+        "folder or Hub id of decode gates; null: those of the same model and name, if any", default=None
     )
 
 
@@ -240,7 +238,7 @@ class FinetuneConfig(RunConfig):
     gate_weight: Annotated[Number, Interval(ge=0, le=10**6)] = key(
         "weight of the gates' loss; the language model's loss has weight 1", default=1.0
     )
-    tasks: Share = key("share of the training chunks that are retrieval tasks, generated anew for every step", default=0.0)
+    tasks: Share = key("share of the training chunks that are retrieval tasks, newly generated for every step", default=0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,20 +263,20 @@ class FinetuneConfig(RunConfig):
 class ReadOptions:
     """Options of :func:`msattn.attach` that say which keys are read, as the configuration and Python callers give them."""
 
-    probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded with the artifact", default=None)
+    probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded in the artifact", default=None)
     keys: ShareOfKeys | None = key(
-        "instead of probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05",
+        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05",
         default=None,
     )
-    recent: Tokens | None = key("last keys that are always read, in tokens; null: as recorded with the artifact", default=None)
+    recent: Tokens | None = key("number of last keys that are always read; null: as recorded in the artifact", default=None)
     sink: TokensOrZero | None = key(
-        "first keys that are always read, in tokens; null: as recorded with the artifact", default=None
+        "number of first keys that are always read; null: as recorded in the artifact", default=None
     )
     dense_layers: Layers | None = key(
-        "layers in which decoding reads every key; null: as recorded with the artifact", default=None
+        "layers in which decoding reads every key; null: as recorded in the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
-        "keys below which prompts and new tokens are dense; null: where that is faster, as measured. eval ignores it",
+        "attention is dense below this number of keys; null: the measured break-even lengths. eval ignores it",
         default=None,
     )
 
@@ -297,12 +295,12 @@ class BudgetOptions(ReadOptions):
     """:class:`ReadOptions` with every budget of new tokens."""
 
     keys: Number | None = key(
-        "instead of probes: mean share of the keys outside the dense window, e.g. 0.05, or with decode gates their number, "
-        "read in as many whole blocks as it holds",
+        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05; with decode "
+        "gates also their number, rounded down to whole blocks",
         default=None,
     )
     threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
-        "instead of probes or keys: probability from which a decode gate reads a block, e.g. 0.005", default=None
+        "replaces probes and keys: a decode gate reads the blocks with at least this probability, e.g. 0.005", default=None
     )
 
 
@@ -312,7 +310,7 @@ class AttachConfig(ReadOptions, RunConfig):
 
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    chat: Flag | None = key("make prompts messages of a user in the model's chat template; null: if it has one", default=None)
+    chat: Flag | None = key("format prompts as user messages with the model's chat template; null: if it has one", default=None)
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -331,7 +329,7 @@ class EvalRunConfig(AttachConfig):
 
     eval: EvalConfig = field(default_factory=EvalConfig)
     compare: Text | None = key(
-        "folder of another evaluation, e.g. outputs/tiny/base/eval, whose scores the report shows beside these", default=None
+        "folder of another evaluation, e.g. outputs/tiny/base/eval; the report also shows its scores", default=None
     )
 
     def __post_init__(self) -> None:
@@ -369,7 +367,7 @@ class GenerateConfig(AnswerConfig):
     """``msattn generate``: greedy tokens, with dense and with sparse attention."""
 
     independent: Flag = key(
-        "each query head reads buckets of its own, which a query group shares otherwise (and always in serve)", default=False
+        "each query head reads its own buckets; otherwise, and always in serve, a query group shares them", default=False
     )
 
 
@@ -377,26 +375,28 @@ class GenerateConfig(AnswerConfig):
 class ServerLimits:
     """``server.*``: memory of the KV cache, and limits of requests."""
 
-    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key("tokens of a page of the KV cache", default=256)
+    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key("tokens per page of the KV cache", default=256)
     pages: Tokens | None = key(
-        "pages of the KV cache; null: as many as the GPU's memory holds, on a CPU those of eight requests of max_length",
+        "pages of the KV cache; null: as many as fit in GPU memory, on a CPU enough for eight requests of max_length",
         default=None,
     )
     batch_tokens: Count | None = key(
-        "tokens that one pass of the model computes at most; null: 8192 on a GPU, 512 on a CPU", default=None
+        "largest number of tokens in one pass of the model; null: 8192 on a GPU, 512 on a CPU", default=None
     )
     max_length: Annotated[Int, Interval(ge=2, le=10**9)] | None = key(
-        "tokens of a request, prompt and answer together; null: the model's positions", default=None
+        "largest number of tokens of a request, prompt and answer together; null: the model's positions", default=None
     )
     max_running: Annotated[Int, Interval(ge=1, le=10**5)] = key(
-        "requests that one pass of the model computes at most", default=256
+        "largest number of requests in one pass of the model", default=256
     )
-    max_waiting: Count = key("requests without a first token; a further one is refused with 429", default=1024)
+    max_waiting: Count = key(
+        "requests that may wait for their first token; any further request is refused with 429", default=1024
+    )
     max_body_mb: Annotated[Number, Interval(gt=0, le=1024)] = key(
-        "size of a request in megabytes; a larger one is refused with 413", default=16.0
+        "largest size of a request in megabytes; larger ones are refused with 413", default=16.0
     )
     drain_s: Annotated[Number, Interval(ge=0, le=3600)] = key(
-        "seconds that running requests have to finish after Ctrl-C or SIGTERM", default=30.0
+        "seconds that running requests may take to finish after Ctrl-C or SIGTERM", default=30.0
     )
 
 
@@ -409,8 +409,8 @@ class ServeConfig(AnswerConfig):
         "multiscale": "reads no pages of a KV cache; accepted are the other policies",
     }
     server: ServerLimits = field(default_factory=ServerLimits)
-    max_new_tokens: Count = key("new tokens of a request that does not give max_tokens", default=1024)
-    dense: Flag = key("serve the model as it is, without artifacts, e.g. to compare", default=False)
+    max_new_tokens: Count = key("new tokens of a request without max_tokens", default=1024)
+    dense: Flag = key("serve the model with dense attention and without artifacts, for comparison", default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,26 +19,26 @@ class DataConfig:
 
     source: Source | None = key("stdlib (Python's library), text (local files) or hub (a dataset of the Hugging Face Hub)")
     path: Text | None = key(
-        "file, folder or glob for text; dataset id for hub; pattern of module names for stdlib, null: all", default=None
+        "text: a file, folder or glob; hub: a dataset id; stdlib: a pattern of module names, null for all", default=None
     )
     heldout_path: Text | None = key(
-        "held-out files for text; null: a tenth of the documents, chosen by a hash of their names", default=None
+        "text: held-out files; null: a tenth of the documents, chosen by a hash of their names", default=None
     )
     subset: Text | None = key("configuration name of a Hub dataset", default=None)
     split: Text = key("split of a Hub dataset", default="train")
     heldout_split: Text | None = key(
-        "split of a Hub dataset with the held-out documents; null: a tenth of the documents of split", default=None
+        "held-out split of a Hub dataset; null: a tenth of the documents of data.split", default=None
     )
     revision: Text | None = key(
         "branch, tag or commit of a Hub dataset, e.g. refs/convert/parquet; null: the default branch", default=None
     )
-    column: Text = key("column of a Hub dataset, of jsonl and of parquet files", default="text")
+    column: Text = key("column with the text in a Hub dataset, jsonl or parquet files", default="text")
     seq_len: Tokens = key("length of a chunk, in tokens; eval measures at the same length", default=4096)
-    num_chunks: Tokens | None = key("at most this many chunks; null: all; a streamed dataset needs a number", default=None)
-    needles: Flag = key("insert sentences into training text that state a fact once and repeat it much later", default=False)
+    num_chunks: Tokens | None = key("largest number of chunks; null: all. A streamed dataset needs a number", default=None)
+    needles: Flag = key("insert sentences into the training text that state a fact and repeat it much later", default=False)
     bos: Flag = key("begin each document with the BOS token", default=False)
     cache: Text | None = key(
-        "folder that keeps the tokens of the text for later runs and other ranks; null: keep none", default=None
+        "folder where tokenized text is cached for later runs and other ranks; null: no cache", default=None
     )
 
     def __post_init__(self) -> None:

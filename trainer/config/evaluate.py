@@ -35,8 +35,8 @@ RULER_TASKS = (
 QUESTION_FILES = {"qa_1": "squad", "qa_2": "hotpotqa"}  # the keys of eval.ruler that name the files of RULER's tasks
 SPARSITIES = "shares of the visible blocks that are not read"
 PROBES = "numbers of buckets that a query reads; 0: only sink and recent keys"
-KEYS = "mean shares of the keys outside the dense window that a query reads, with a query classifier"
-INDEPENDENT = "also decode with separate probes for each query head; serving shares probes within a query group"
+KEYS = "mean shares of the keys outside the dense window that a query reads, for query classifiers"
+INDEPENDENT = "also measure separate buckets for each query head; serving shares them within a query group"
 HAYSTACK = "a text file or folder; null: the held-out documents of data"
 
 Index = Annotated[Int, Interval(ge=0, lt=10000)]
@@ -60,7 +60,7 @@ class RecallConfig:
 
     length: Tokens = key("tokens of a held-out chunk", default=4096)
     num_chunks: Count = key("held-out chunks", default=2)
-    num_queries: Count = key("decoding queries of a chunk", default=64)
+    num_queries: Count = key("decoding queries per chunk", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
     keys: list[ShareOfKeys] = key(KEYS, default=[])
@@ -71,15 +71,17 @@ class RecallConfig:
 class NeedleConfig:
     """Retrieval of needles from text. The answer is always decoded with sparse attention."""
 
-    lengths: Lengths = key("tokens of a prompt", default=[4096])
+    lengths: Lengths = key("tokens per prompt", default=[4096])
     depths: Annotated[list[Share], MinLen(1)] = key(
         "position of the needle; 0: the start of the context", default=[0.0, 0.25, 0.5, 0.75, 1.0]
     )
     samples: Samples = key("prompts of each length and depth", default=8)
-    needles: Annotated[Int, Interval(ge=1, le=1000)] = key("needles hidden in a prompt, of which one is asked for", default=1)
+    needles: Annotated[Int, Interval(ge=1, le=1000)] = key(
+        "needles hidden in a prompt; the question asks for one of them", default=1
+    )
     haystack: Text | None = key(HAYSTACK, default=None)
     question: Annotated[Text, OneOf(("dense", "sparse"))] = key(
-        "sparse or dense: attention of the question's tokens when the answer is decoded with bucket routing", default="sparse"
+        "attention of the question's tokens when the answer is decoded with bucket routing: sparse or dense", default="sparse"
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[0, 1, 2, 4])
@@ -91,9 +93,9 @@ class NeedleConfig:
 class DocumentsConfig:
     """Perplexity of the first tokens of the same held-out documents, at each of ``lengths`` and ``sparsities``."""
 
-    lengths: Annotated[list[LongerThanOne], MinLen(1)] = key("first tokens of a held-out document", default=[4096])
+    lengths: Annotated[list[LongerThanOne], MinLen(1)] = key("number of first tokens of a held-out document", default=[4096])
     num_documents: Count | None = key("held-out documents; null: all that are long enough", default=16)
-    min_tokens: Tokens | None = key("tokens that a document has at least; null: the longest of lengths", default=None)
+    min_tokens: Tokens | None = key("smallest number of tokens of a document; null: the longest of lengths", default=None)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9])
 
     @property
@@ -111,16 +113,16 @@ class DocumentsConfig:
 class RulerConfig:
     """RULER's tasks."""
 
-    lengths: Lengths = key("tokens of a prompt with its answer", default=[4096])
+    lengths: Lengths = key("tokens of a prompt including its answer", default=[4096])
     tasks: Annotated[list[Annotated[Text, OneOf(RULER_TASKS)]], MinLen(1)] | None = key(
-        "tasks of RULER; null: all, qa_1 and qa_2 if there are files of questions", default=None
+        "tasks of RULER; null: all, with qa_1 and qa_2 only if their question files are given", default=None
     )
-    squad: Text | None = key("JSON file of SQuAD's form, the questions of qa_1", default=None)
-    hotpotqa: Text | None = key("JSON file of HotpotQA's form, the questions of qa_2", default=None)
+    squad: Text | None = key("JSON file in SQuAD's format with the questions of qa_1", default=None)
+    hotpotqa: Text | None = key("JSON file in HotpotQA's format with the questions of qa_2", default=None)
     samples: Samples = key("prompts of each length and task", default=20)
     haystack: Text | None = key(HAYSTACK, default=None)
     batch_tokens: TokensOrZero = key(
-        "tokens of the prompts that are answered together; one prompt may have more", default=32768
+        "total tokens of prompts that are answered as one batch; a single prompt may have more", default=32768
     )
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
@@ -140,11 +142,13 @@ class RulerConfig:
 class LevalConfig:
     """L-Eval's questions about long documents: the likelihood of the expected answers, and answers of the model's own."""
 
-    path: Text | None = key("jsonl file of L-Eval, or a folder or glob of them; each file is a task", default=None)
-    lengths: Lengths = key("most tokens of a prompt with its answer; a longer document loses its middle", default=[4096])
-    questions: Count | None = key("questions of each file, spread over its documents; null: all", default=None)
-    answers: Flag = key("also generate answers and score them by L-Eval's metrics", default=False)
-    max_new_tokens: NewTokens = key("longest generated answer", default=64)
+    path: Text | None = key("jsonl file of L-Eval, or a folder or glob of such files; each file is a task", default=None)
+    lengths: Lengths = key(
+        "largest number of tokens of a prompt including its answer; longer documents lose their middle", default=[4096]
+    )
+    questions: Count | None = key("number of questions from each file, spread over its documents; null: all", default=None)
+    answers: Flag = key("also generate answers and score them with L-Eval's metrics", default=False)
+    max_new_tokens: NewTokens = key("largest number of tokens of an answer", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.8, 0.9])
     probes: list[CountOrZero] = key(PROBES, default=[1, 2, 4])
     keys: list[ShareOfKeys] = key(KEYS, default=[])
@@ -154,13 +158,13 @@ class LevalConfig:
 class HarnessConfig:
     """Tasks of lm_eval. Without ``probes``, routings are measured with the number that their artifacts record."""
 
-    tasks: list[Text] = key("names of lm_eval's tasks and groups, such as longbench", default=[])
-    include_path: Text | None = key("folder with YAML files of further tasks; functions that they name are run", default=None)
+    tasks: list[Text] = key("lm_eval tasks and groups, such as longbench", default=[])
+    include_path: Text | None = key("folder with YAML files of further tasks; functions named there are run", default=None)
     lengths: list[Tokens] = key(
-        "tokens of the prompts of tasks that make them, such as RULER's and BABILong's; []: the tasks' own", default=[]
+        "prompt lengths in tokens for tasks that generate prompts, such as RULER and BABILong; []: the tasks' own", default=[]
     )
     bins: list[Tokens] = key(
-        "bounds of groups of samples by the length that they record, such as [4000, 8000] for LongBench-E; []: one group",
+        "length bounds that group samples which record their length, such as [4000, 8000] for LongBench-E; []: one group",
         default=[],
     )
     limit: Tokens | None = key("at most this many samples of each task and length; null: all", default=None)
@@ -181,8 +185,8 @@ class HarnessConfig:
 class PromptsConfig:
     """The user's own prompts. Routings are measured with the number of probes that their artifacts record."""
 
-    path: Text | None = key("jsonl file with prompt (or messages with role and content) and answer in each line", default=None)
-    max_new_tokens: Count = key("longest answer, in tokens", default=64)
+    path: Text | None = key("jsonl file; each line has an answer and a prompt, or messages with role and content", default=None)
+    max_new_tokens: Count = key("largest number of tokens of an answer", default=64)
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.9])
     independent: Flag = key(INDEPENDENT, default=False)
 
@@ -193,13 +197,13 @@ class AnalysisConfig:
 
     length: LongerThanOne = key("tokens of a held-out chunk", default=4096)
     num_chunks: Count = key("held-out chunks", default=4)
-    num_queries: Count = key("decoding queries of a chunk", default=32)
+    num_queries: Count = key("decoding queries per chunk", default=32)
     layers: Annotated[list[Index], MinLen(1)] | None = key("layers to measure; null: four, evenly spaced", default=None)
     heads: Annotated[list[Index], MinLen(1)] | None = key(
         "key/value heads to measure, with their query heads; null: all", default=None
     )
     buckets: list[Count] | None = key(
-        "numbers of buckets of further k-means partitions, fitted on training text; null: a quarter of the router's",
+        "numbers of buckets of further k-means partitions, fitted to training text; null: a quarter of the router's number",
         default=None,
     )
 
@@ -215,11 +219,11 @@ class LatencyConfig:
     lengths: Lengths = key("numbers of random tokens in a prompt", default=[1024, 4096])
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9, 0.95])
     seconds: Annotated[Number, Interval(gt=0, le=600)] = key(
-        "measuring time of each method and length; at least one prompt is measured", default=1.0
+        "seconds of measurement for each method and length; at least one prompt is measured", default=1.0
     )
-    chunk: Tokens | None = key("tokens of a pass of prompts that are prefilled in several; null: leave them out", default=8192)
+    chunk: Tokens | None = key("tokens per pass when a prompt is prefilled in chunks; null: do not measure this", default=8192)
     turn: Tokens | None = key(
-        "new tokens after cached ones, as in the second turn of a chat; null: leave them out", default=8192
+        "new tokens after cached ones, as in the second turn of a chat; null: do not measure this", default=8192
     )
 
 
@@ -228,13 +232,13 @@ class DecodingConfig:
     """Tokens per second of ``generate`` after caches of random keys, with dense attention and with bucket routing."""
 
     lengths: Lengths = key("numbers of random keys in the cache of each sequence", default=[4096])
-    batches: Annotated[list[Count], MinLen(1)] = key("numbers of sequences; each is measured after each length", default=[1])
+    batches: Annotated[list[Count], MinLen(1)] = key("batch sizes; each is measured with each length", default=[1])
     max_keys: Tokens | None = key(
-        "leaves out batches and lengths with more cached keys in all, for lack of memory; null: no limit", default=None
+        "skip batches and lengths with more cached keys in total, to save memory; null: no limit", default=None
     )
-    tokens: NewTokens = key("number of measured tokens of each sequence", default=64)
+    tokens: NewTokens = key("number of measured tokens per sequence", default=64)
     transformers_batch: CountOrZero = key(
-        "largest batch that is also measured with transformers alone, which copies the cache for each token", default=1
+        "largest batch size also measured with transformers alone, which copies the cache for each token", default=1
     )
 
 
@@ -246,11 +250,11 @@ class ThroughputConfig:
     requests: Annotated[list[Annotated[Int, Interval(ge=1, le=10**5)]], MinLen(1)] = key(
         "numbers of requests that arrive at once", default=[16]
     )
-    tokens: NewTokens = key("new tokens of each request", default=256)
+    tokens: NewTokens = key("new tokens per request", default=256)
     page_size: Annotated[Int, Interval(ge=16, le=4096)] = key(
-        "tokens of a page of the cache; a multiple of the gate's block size", default=256
+        "tokens per page of the cache; a multiple of the gate's block size", default=256
     )
-    pages: Tokens | None = key("pages of the cache; null: enough for all requests at the same time", default=None)
+    pages: Tokens | None = key("pages of the cache; null: enough for all requests at once", default=None)
     batch_tokens: Annotated[Int, Interval(ge=16, le=10**6)] = key(
         "largest number of tokens in a pass, of prompts and new tokens together", default=8192
     )
@@ -262,14 +266,12 @@ class EvalConfig:
 
     tasks: list[Annotated[Text, OneOf(TASKS)]] = key("tasks to run", default=["perplexity", "recall", "needle"])
     baselines: list[Annotated[Text, OneOf(BASELINES)]] = key(
-        "block scores that are compared with the gate's",
+        "training-free block scores that are compared with the gate",
         default=["oracle", "random", "sink_local", "a_shape", "mean_pool", "quest", "vertical_slash"],
     )
-    routers: list[Annotated[Text, OneOf(ROUTERS)]] = key(
-        "training-free choices of the keys that a decoded token reads", default=[]
-    )
+    routers: list[Annotated[Text, OneOf(ROUTERS)]] = key("training-free routers that are compared in decoding", default=[])
     key_shares: list[Annotated[Number, Interval(gt=0, le=1)]] = key(
-        "shares of the keys that routings read on training text, e.g. [0.1, 0.2]; []: their numbers of probes below", default=[]
+        "shares of the keys that routers should read, measured on training text, e.g. [0.1, 0.2]; []: use probes", default=[]
     )
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)

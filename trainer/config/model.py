@@ -34,7 +34,9 @@ class ModelPresets:
 
     seq_len: Tokens = key("length of a chunk, in tokens", default=65536)
     num_buckets: Count = key("k-means buckets of each key/value head", default=KMEANS.num_buckets)
-    long_range: TokensOrZero = key("a training query's top key is more than this many tokens away", default=QMODEL.long_range)
+    long_range: TokensOrZero = key(
+        "train only on queries whose top key is more than this many tokens away", default=QMODEL.long_range
+    )
     qmodel_hidden: Width = key("width of the query classifier", default=QMODEL.hidden)
     qmodel_steps: Steps = key("optimizer steps of the query classifier", default=40000)
     qmodel_lr: Rate = key("learning rate of the query classifier", default=1e-5)
@@ -46,19 +48,19 @@ class ModelPresets:
     kmeans_prompts: Count = key("chunks whose keys are clustered", default=KMEANS.num_prompts)
     qmodel_prompts: Count = key("chunks whose queries train the classifier", default=QMODEL.num_prompts)
     points_per_bucket: Count | None = key(
-        "keys that are clustered, for each bucket; null: all", default=KMEANS.points_per_bucket
+        "keys per bucket that are sampled for clustering; null: all", default=KMEANS.points_per_bucket
     )
     qmodel_source: Text = key(
-        "cache: queries of all chunks are computed once; online: the model runs during training", default=QMODEL.source
+        "cache: compute queries of all chunks once; online: run the model during training", default=QMODEL.source
     )
     qmodel_steps_per_prompt: Count = key(
-        "batches of each run of the model over a chunk, with qmodel_source=online", default=QMODEL.steps_per_prompt
+        "batches drawn from each pass of the model over a chunk, with qmodel_source=online", default=QMODEL.steps_per_prompt
     )
     qmodel_schedule: Text = key("learning rate schedule of the query classifier", default="cosine")
     probes: CountOrZero = key("buckets that each decoded query reads", default=32)
-    recent: Tokens = key("last keys that are always read, in tokens", default=2047)
+    recent: Tokens = key("number of last keys that are always read", default=2047)
     data: Annotated[Text, OneOf(("stdlib",))] | None = key(
-        "text of a run that chooses none: stdlib, or null: training asks for one", default=None
+        "default text: stdlib, or null if training must ask for a text", default=None
     )
     needles: Flag = key("insert repeated sentences into training text", default=False)
     eval_chunks: Count = key("held-out chunks for perplexity", default=16)
@@ -66,12 +68,12 @@ class ModelPresets:
     eval_probes: list[CountOrZero] = key(
         "numbers of probes that recall and needle compare; 0: only sink and recent keys", default=[0, 4, 16, 32]
     )
-    eval_keys: list[ShareOfKeys] = key("shares of the keys that query classifiers are compared at", default=[0.03])
+    eval_keys: list[ShareOfKeys] = key("shares of the keys at which query classifiers are compared", default=[0.03])
     latency_lengths: list[Tokens] = key(
-        "prompts of eval=latency, in tokens", default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+        "prompt lengths of eval=latency, in tokens", default=[1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
     )
-    decoding_lengths: list[Tokens] = key("cached keys of eval=latency", default=[131072, 524288])
-    throughput_length: Tokens = key("tokens of a prompt of eval=throughput", default=65536)
+    decoding_lengths: list[Tokens] = key("numbers of cached keys in eval=latency", default=[131072, 524288])
+    throughput_length: Tokens = key("prompt length of eval=throughput, in tokens", default=65536)
 
 
 @schema("model.")
@@ -81,13 +83,13 @@ class ModelConfig:
     name: Text = key("folder under outputs")
     path: Text = key("Hub id, local folder, GGUF file, or embedded (the model of this package)")
     init: Annotated[Text, OneOf(("pretrained", "random"))] = key(
-        "or random: weights drawn from the seed, shape from model.architecture, no download", default="pretrained"
+        "random: random weights with the shape of model.architecture, without a download", default="pretrained"
     )
     revision: Text | None = key("branch, tag or commit of a Hub model; null: the default branch", default=None)
     trust_remote_code: Flag = key(
-        "run Python code that the model's files bring, e.g. a tokenizer's; false: refuse such a model", default=False
+        "run Python code from the model's files, e.g. a tokenizer's; false: refuse such models", default=False
     )
-    obtained_by: Text | None = key("the way to a model whose path does not exist, for the error message", default=None)
+    obtained_by: Text | None = key("how to get the model if its path does not exist, for the error message", default=None)
     rope_scaling: dict[str, Any] | None = key(
         "replaces the model's RoPE parameters, e.g. {rope_type: yarn, factor: 4.0}", default=None
     )

@@ -56,37 +56,37 @@ class SelectConfig:
     ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy does not have, raises UserError.
     """
 
-    policy: Annotated[Text, OneOf(POLICIES)] = key("how block scores become blocks", default="topk")
+    policy: Annotated[Text, OneOf(POLICIES)] = key("policy that turns block scores into a block mask", default="topk")
     _: KW_ONLY
     scores: Annotated[Text, OneOf(SCORES)] = key(
-        "gate, gate_question (joined with the last queries' attention), or a method without training (msattn help select)",
+        "gate, gate_question (with the last queries' attention), or a training-free method (msattn help select)",
         default="gate",
     )
     sink_blocks: TokensOrZero | None = key(
-        "number of leading blocks that every row reads; null: as the gate's artifact records, else 1", default=None
+        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1", default=None
     )
     local_blocks: TokensOrZero | None = key(
-        "number of blocks before a row's own that it reads; null: as the gate's artifact records, else 1", default=None
+        "number of blocks before its own that every row reads; null: as recorded in the gate's artifact, else 1", default=None
     )
     last_block: Annotated[Text, OneOf(("queries", "pooled"))] = key(
-        "a gate's scores in a prompt's last row block: the largest of the pooled and each query's own, or pooled (the paper)",
+        "gate scores of a prompt's last row block: queries, the largest over pooled and single queries; or pooled (the paper)",
         default="queries",
     )
-    dense_queries: TokensOrZero = key("number of last tokens of a prompt that read every block", default=0)
-    block_size: BlockSize = key("tokens in a block, for scores other than the gate's own", default=64)
+    dense_queries: TokensOrZero = key("number of last tokens of a pass that read every block", default=0)
+    block_size: BlockSize = key("tokens per block, for scores other than the gate's", default=64)
     seed: Seed = key("seed of random scores", default=0)
     sparsity: Sparsity | None = _own_key(
-        "share of the causally visible blocks that is not read, with select=calibrated on average over a layer",
+        "share of the causally visible blocks that is not read; with select=calibrated a mean over rows and heads",
         topk=0.5,
         calibrated=0.5,
     )
-    threshold: Sparsity | None = _own_key("smallest row-normalised score that is read", threshold=0.002)
+    threshold: Sparsity | None = _own_key("smallest row-normalized score that is read", threshold=0.002)
     mass: Annotated[Number, Interval(gt=0, le=1)] | None = _own_key(
-        "sum of the row-normalised scores of the blocks read", nucleus=0.95
+        "sum of the row-normalized scores of the blocks read", nucleus=0.95
     )
-    tokens: Tokens | None = _own_key("keys that a query block may read", token_budget=1024)
+    tokens: Tokens | None = _own_key("largest number of keys that a query block reads", token_budget=1024)
     shares: Annotated[list[Share], AfterValidator(_four_shares)] | None = _own_key(
-        "shares of the visible blocks, best first, that are read at zoom 1, 2, 4 and 8", multiscale=[0.1, 0.1, 0.2, 0.4]
+        "shares of the visible blocks, best first, that are read at zooms 1, 2, 4 and 8", multiscale=[0.1, 0.1, 0.2, 0.4]
     )
 
     def __post_init__(self) -> None:

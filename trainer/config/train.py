@@ -50,25 +50,25 @@ class TrainConfig:
     steps: Steps = key("optimizer steps")
     batch_size: Batch = key("chunks (or query batches, or problems) per optimizer step, over all processes", default=1)
     micro_batch_size: Annotated[Text, OneOf((AUTO,))] | Batch = key(
-        "chunks per forward pass on one device; auto: as many as make it faster and fit its memory", default=AUTO
+        "chunks per forward pass on one device; auto: as many as increase the speed and fit in memory", default=AUTO
     )
     schedule: Text = key(
-        "learning rate schedule: a transformers.SchedulerType, e.g. cosine, linear, constant", default="cosine"
+        "learning rate schedule, a transformers.SchedulerType such as cosine, linear, constant", default="cosine"
     )
     warmup_steps: StepsOrZero = key("optimizer steps of linear warm-up", default=0)
     weight_decay: Annotated[Number, Interval(ge=0, le=1000)] = key("weight decay of AdamW", default=0.0)
     max_grad_norm: Annotated[Number, Interval(ge=0, le=10**9)] = key(
-        "gradients are clipped to this norm; 0: no clipping", default=1.0
+        "norm to which gradients are clipped; 0: no clipping", default=1.0
     )
     beta2: Annotated[Number, Interval(ge=0, lt=1)] = key("decay of AdamW's second moment", default=0.999)
     log_every: Steps = key("optimizer steps between log lines", default=10)
     eval_every: StepsOrZero = key("optimizer steps between evaluations on held-out text; 0: only at the end", default=0)
     save_every: Steps = key("optimizer steps between checkpoints", default=100)
     num_workers: Annotated[Int, Interval(ge=0, le=64)] = key(
-        "processes that prepare batches; 0: the training process", default=0
+        "worker processes that prepare batches; 0: the training process does", default=0
     )
     compile: Flag = key(
-        "run the trained module through torch.compile; not for gates, and in finetune only with select.sparsity=0",
+        "compile the trained module with torch.compile; not for gates, and in finetune only with select.sparsity=0",
         default=False,
     )
 
@@ -87,10 +87,10 @@ class FinetuneTrainConfig(TrainConfig):
     """Training of a whole model; weights, gradients and optimizer state take 16 bytes per parameter."""
 
     activation_checkpointing: Flag = key(
-        "keep only the input of each layer and recompute the layer in the backward pass", default=True
+        "keep only the inputs of layers and recompute each layer in the backward pass", default=True
     )
     fsdp: Flag = key(
-        "shard weights, gradients and optimizer state over the GPUs (FSDP2) instead of a copy on each", default=False
+        "shard weights, gradients and optimizer state over the GPUs (FSDP2) instead of copying them to each", default=False
     )
 
 
@@ -101,9 +101,9 @@ class TrackerConfig:
     kind: Annotated[Text, OneOf(("auto", "wandb", "none"))] = key("auto, wandb or none", default="auto")
     project: Text = key("Weights & Biases project", default="msattn")
     group: Text | None = key(
-        "runs that are shown together; null: the experiment, or else the sweep, if there is one", default=None
+        "group under which runs are shown together; null: the experiment or the sweep, if any", default=None
     )
-    upload: Flag = key("upload gates, k-means and query classifiers; false: record only where they are", default=False)
+    upload: Flag = key("upload gates, k-means and query classifiers; false: record only their location", default=False)
 
 
 @schema("gate.")
@@ -111,23 +111,23 @@ class GateConfig:
     """SeerAttention's AttnGate."""
 
     phase: Annotated[Text, OneOf(("prefill", "decode"))] = key(
-        "prefill: queries are pooled by block; decode: a gate of single queries for each key/value head", default="prefill"
+        "prefill: gates for blocks of queries; decode: gates for single queries, one for each key/value head", default="prefill"
     )
-    block_size: BlockSize = key("tokens of a block; a power of two from 16 to 128", default=64)
+    block_size: BlockSize = key("tokens per block; a power of two from 16 to 128", default=64)
     q_pool: Pools = key("prefill: poolings of a block's queries, concatenated: avg, max, min", default=["avg"])
     k_pool: Pools = key("poolings of a block's keys, concatenated: avg, max, min", default=["max", "min"])
     hidden: Annotated[Int, Interval(ge=2, le=16384)] | None = key("width of the projections; null: the head size", default=None)
     heads: HeadsOf = key("prefill: one gate for each query head, or kv: one for each key/value head", default="query")
     rope: Flag | Annotated[Text, OneOf(("model",))] = key(
-        "true: RoPE of pooled queries and keys, at the first position of their block, and of single queries; model: pools "
-        "queries and keys after the model's RoPE instead, the paper's baseline; false: no positions",
+        "true: apply RoPE to single queries, and to pooled queries and keys at the first position of their block; model: pool "
+        "queries and keys after the model's RoPE (the paper's baseline); false: use no positions",
         default=True,
     )
-    qk_norm: Flag = key("decode: RMSNorm of projected queries and keys, before RoPE", default=False)
+    qk_norm: Flag = key("decode: apply RMSNorm to projected queries and keys, before RoPE", default=False)
     target: Annotated[Text, OneOf(TARGETS)] | None = key(
-        "prefill: how the block map that gates learn is pooled: mass, the sum of probabilities over a block's keys, largest "
-        "over the row block's queries; mean_mass, this sum's mean over the queries; max (the paper), the largest probability; "
-        "null: mass or mean_mass, the one whose true map changes predictions less (finetune: mass)",
+        "prefill: pooling of the block map that gates learn; mass: sum of probabilities over a block's keys, maximum over the "
+        "row block's queries; mean_mass: the same with the mean over queries; max (the paper): the largest probability; null: "
+        "mass or mean_mass, whichever true map changes predictions less (finetune: mass)",
         default=None,
     )
     mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(
@@ -136,11 +136,13 @@ class GateConfig:
         default=None,
     )
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
-    skip_rows: TokensOrZero = key("first row blocks that the loss leaves out", default=0)
-    queries: Tokens = key("decode: random query positions of each chunk that train the gates", default=1024)
-    sink: TokensOrZero = key("decode: first keys that the targets leave out, because decoding always reads them", default=1)
+    skip_rows: TokensOrZero = key("number of first row blocks that the loss ignores", default=0)
+    queries: Tokens = key("decode: number of random query positions of each chunk used for training", default=1024)
+    sink: TokensOrZero = key(
+        "decode: number of first keys that the targets ignore, because decoding always reads them", default=1
+    )
     recent: TokensOrZero = key(
-        "decode: last keys of a query that the targets leave out, as decoding always reads them; 0: none, as in the paper",
+        "decode: number of last keys that the targets ignore, because decoding always reads them; 0: none, as in the paper",
         default=0,
     )
 
@@ -173,7 +175,7 @@ class KMeansConfig:
     iterations: Count = key("Lloyd iterations", default=10)
     num_prompts: Count = key("chunks whose keys are clustered", default=8)
     points_per_bucket: Count | None = key(
-        "keys of each head for each bucket, drawn from all chunks; null: all keys", default=None
+        "keys per head and bucket that are sampled from all chunks; null: all keys", default=None
     )
     normalize_keys: Flag = key("scale keys to unit length first", default=False)
     balance: Annotated[Number, Interval(gt=1, le=10**6)] | None = key(
@@ -182,8 +184,8 @@ class KMeansConfig:
     rope: Flag = key("true: cluster keys after RoPE, a baseline", default=False)
     engine: Annotated[Text, OneOf(("auto", "batched", "faiss"))] = key(
         (
-            "batched (all heads of a layer at once), faiss (one head after another), or auto: faiss on a CPU without balance, "
-            "else batched"
+            "batched (all heads of a layer at once), faiss (one head at a time), or auto: faiss on a CPU without balance, "
+            "otherwise batched"
         ),
         default="auto",
     )
@@ -202,26 +204,28 @@ class QModelConfig:
     """SAAP's query classifier. The paper draws new queries at every step (``online``), and its targets include later keys."""
 
     source: Annotated[Text, OneOf(("cache", "online"))] = key(
-        "cache: queries and targets are computed once, kept on disk, used many times; online: every step draws new ones",
+        "cache: compute queries and targets once and keep them on disk; online: draw new ones at every step",
         default="cache",
     )
     hidden: Width = key("width of the hidden layer", default=1024)
     heads: HeadsOf = key("one classifier for each key/value head, or query: one for each query head", default="kv")
     num_prompts: Count = key("chunks whose queries train the classifiers", default=48)
     queries_per_prompt: Count = key(
-        "cached queries of each chunk and query head; held-out ones with either source", default=1000
+        "cached queries of each chunk and query head; with online only for held-out chunks", default=1000
     )
-    steps_per_prompt: Count = key("batches drawn each time the model runs over a chunk; online", default=25)
-    prompts_at_once: Count = key("chunks whose batches alternate at random, all kept in memory; online", default=2)
-    long_range: TokensOrZero = key("keep queries whose top key is more than this many tokens away; 0: keep all", default=1024)
+    steps_per_prompt: Count = key("online: batches drawn from each pass of the model over a chunk", default=25)
+    prompts_at_once: Count = key("online: chunks in memory at a time, whose batches alternate at random", default=2)
+    long_range: TokensOrZero = key(
+        "train only on queries whose top key is more than this many tokens away; 0: on all queries", default=1024
+    )
     causal: Flag = key("true: exclude keys after the query from the targets", default=False)
     min_distance: TokensOrZero | None = key(
-        "targets count only keys farther than this many tokens; null: all keys", default=None
+        "targets count only keys that are more than this many tokens away; null: all keys", default=None
     )
-    batch_queries: Count = key("queries per optimizer step, for each head", default=1000)
-    residual: Flag = key("true: the network's output is added to the products of query and centroids", default=False)
+    batch_queries: Count = key("queries per optimizer step and head", default=1000)
+    residual: Flag = key("true: add the network's output to the products of query and centroids", default=False)
     layers_at_once: Count | None = key(
-        "layers that train together on one device; null: as many as fit its free memory; does not change results", default=None
+        "layers that train at a time on one device; null: as many as fit in free memory. Does not change results", default=None
     )
 
 
@@ -236,15 +240,15 @@ class MtaConfig:
         "multi_token: scores convolved over the question's queries and a block's keys; or plain", default="multi_token"
     )
     mask: Annotated[Text, OneOf(("query", "key"))] = key(
-        "scores that count as 0 with attention=multi_token: those of keys after their own query, or after the output's query",
+        "scores that are masked with attention=multi_token: keys after their own query (query), or after the output's (key)",
         default="query",
     )
-    blocks: Annotated[Int, Interval(ge=1, le=10000)] = key("blocks of a problem", default=50)
-    letters: Letters = key("distinct letters of a block; at most 16 with attention=multi_token", default=5)
-    asked: Letters = key("letters of the question, which occur together in one block only", default=2)
-    test_problems: Count = key("unseen problems that an evaluation solves", default=1000)
+    blocks: Annotated[Int, Interval(ge=1, le=10000)] = key("blocks per problem", default=50)
+    letters: Letters = key("distinct letters per block; at most 16 with attention=multi_token", default=5)
+    asked: Letters = key("letters in the question, which occur together in only one block", default=2)
+    test_problems: Count = key("number of unseen problems in an evaluation", default=1000)
     num_layers: Layers = key("layers of the model", default=4)
-    num_heads: Layers = key("attention heads of a layer", default=2)
+    num_heads: Layers = key("attention heads per layer", default=2)
     hidden_size: Annotated[Int, Interval(ge=8, le=65536)] = key(
         "width of the model; the MLPs are four times as wide", default=256
     )
