@@ -121,8 +121,8 @@ def edit(folder: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format_version": 2}, "format_version=2: accepted is 1"),
-        ({"kind": "qmodel"}, "kind=qmodel: accepted is gate"),
+        ({"format_version": 2}, "format_version=2: expected 1"),
+        ({"kind": "qmodel"}, "kind=qmodel: expected gate"),
         ({"content_hash": "0" * 64}, "content_hash"),
         ({"content_hash": "0"}, "content_hash='0'"),
         ({"seed": "3"}, "seed='3': Input should be a valid integer"),

@@ -146,7 +146,7 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
     for value in (-1, "never"):
-        with pytest.raises(UserError, match=rf"dense_below={value!r}: accepted is an integer"):
+        with pytest.raises(UserError, match=rf"dense_below={value!r}: expected an integer"):
             dense_below(gate=gate, dense_below=value)
 
 
@@ -187,15 +187,15 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
     rejects("gate artifact made for tiny: its weights_hash is", tiny_model("llama", seed=1), gate=gate, strict=True)
     rejects("gate artifact made for tiny: its rope is", tiny_model("llama", "linear"), gate=gate)
     rejects("kmeans artifact made for tiny: its num_layers is 2", tiny_model("llama", num_hidden_layers=3), qmodel=kmeans)
-    rejects("kind=kmeans: accepted is gate", gate=kmeans)
-    rejects("this is a gate for prefill; accepted is a qmodel, a decode_gate or a kmeans", qmodel=gate)
+    rejects("kind=kmeans: expected gate", gate=kmeans)
+    rejects("this is a gate for prefill; expected a qmodel, a decode_gate or a kmeans", qmodel=gate)
     rejects("no such folder", gate=tmp_path / "nothing")
     rejects("needs a gate artifact", select=SelectConfig())
     rejects("give one of gate and select", gate=gate, select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK)))
-    rejects("probes=7: accepted are 0 to 6", qmodel=kmeans, probes=7)
+    rejects("probes=7: expected 0 to 6", qmodel=kmeans, probes=7)
     rejects("recent=0", qmodel=kmeans, probes=1, recent=0)
     rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
-    rejects(r"dense_layers=\(2,\): accepted are 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
+    rejects(r"dense_layers=\(2,\): expected 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
     rejects("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
 
 

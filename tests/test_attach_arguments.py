@@ -104,13 +104,13 @@ def test_a_policy_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"select": "best"}, "select=best: accepted are topk, calibrated"),
+        ({"select": "best"}, "select=best: expected topk, calibrated"),
         ({"select": {"policy": "nucleus", "sparsity": 0.5}}, "select.sparsity: policy=nucleus accepts mass"),
         ({"select": "nucleus", "sparsity": 0.5}, "select.sparsity: policy=nucleus accepts mass"),
         ({"select": {"policy": "topk", "sparsty": 0.5}}, "unknown key select.sparsty"),
-        ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: accepted is a number in"),
+        ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: expected a number in"),
         ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
-        ({"qmodel": "outputs/none", "probes": -1}, r"^probes=-1: accepted is an integer in \[0, 1e6\], or null"),
+        ({"qmodel": "outputs/none", "probes": -1}, r"^probes=-1: expected an integer in \[0, 1e6\], or null"),
         ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
         (
             {"qmodel": "qest"},
@@ -133,7 +133,7 @@ def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) 
     run = tmp_path / "base"
     shutil.copytree(SHIPPED / "gate", run / "gate")
     assert find(run, "gate") == find(run / "gate", "gate") == run / "gate"
-    message = "the folder holds gate; accepted is qmodel or decode_gate or kmeans"
+    message = "the folder holds gate; expected qmodel or decode_gate or kmeans"
     with pytest.raises(msattn.UserError, match=message), msattn.attach(embedded, qmodel=run):
         pass
     shutil.copytree(SHIPPED / "kmeans", run / "kmeans")
@@ -179,7 +179,7 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
 
 def test_what_would_turn_sparse_attention_off_is_refused(model: Any) -> None:
     ids = random_tokens(1, 40)
-    with pytest.raises(msattn.UserError, match="accepted is a causal language model"), msattn.attach("name", select="quest"):  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(msattn.UserError, match="expected a causal language model"), msattn.attach("name", select="quest"):  # pyrefly: ignore[bad-argument-type]
         pass
     with msattn.attach(model, select="quest"):
         with pytest.raises(msattn.UserError, match="has no attention weights"):

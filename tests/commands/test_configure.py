@@ -14,10 +14,10 @@ from tests.running import exit_code, succeed
 OTHERS = {"algorithm": "skip_softmax", "targets": ["LlamaAttention"], "target_sparsity": {"prefill": 0.5}}
 REFUSED = {
     "nothing": ([], "attach: nothing to attach; give gate=, select= or qmodel="),
-    "no value": (["sparsity"], "sparsity: accepted is key=value"),
-    "a key": (["selct=quest"], "=selct: accepted are gate, select, sparsity"),
-    "an option of Python alone": (["select=quest", "strict=true"], "=strict: accepted are gate"),
-    "a value": (["select={scores: quest, sparsity: 2}"], "select.sparsity=2: accepted is a number in [0, 1)"),
+    "no value": (["sparsity"], "sparsity: expected key=value"),
+    "a key": (["selct=quest"], "=selct: expected gate, select, sparsity"),
+    "an option of Python alone": (["select=quest", "strict=true"], "=strict: expected gate"),
+    "a value": (["select={scores: quest, sparsity: 2}"], "select.sparsity=2: expected a number in [0, 1)"),
     "YAML": (["select={"], "select is not valid YAML"),
     "a gate": (["gate=nowhere"], "nowhere: no such folder"),
     "a router as a gate": (["gate=quest"], "quest: no such folder"),

@@ -101,7 +101,7 @@ def test_data_is_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
         (
             "./none",
             None,
-            "--model ./none: no such folder or file; accepted is a folder, a GGUF file, a Hub id, or one of gemma3_270m, lab",
+            "--model ./none: no such folder or file; expected a folder, a GGUF file, a Hub id, or one of gemma3_270m, lab",
         ),
         (".", None, "--model .: the folder has no config.json"),
         (None, "none.txt", "--data=none.txt: no such file"),
@@ -136,7 +136,7 @@ def test_a_gate_of_ones_own_model_and_text(
 
 def test_contradictions_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json: this is a file; accepted is the folder of a model"):
+    with pytest.raises(UserError, match=r"config\.json: this is a file; expected the folder of a model"):
         own_overrides(str(tmp_path / "config.json"), None)
     with pytest.raises(UserError, match="--model tiny and model=llama3: give one of the two"):
         own_overrides("tiny", None, ["train.steps=3", "model=llama3"])

@@ -88,7 +88,7 @@ def test_an_earlier_revision_is_loaded(hub: Hub, run_folder: Path, push) -> None
     assert not any(name.startswith("gate") for name in hub.files(NAME))
     assert isinstance(load(NAME), QModel)
     assert Gate.from_pretrained(NAME, revision=first).artifact is not None
-    with pytest.raises(UserError, match="accepted is gate"):
+    with pytest.raises(UserError, match="expected gate"):
         Gate.from_pretrained(NAME)
     with pytest.raises(UserError, match=r"artifact someone/small: .*at revision=nowhere .*failed"):
         Gate.from_pretrained(NAME, revision="nowhere")
@@ -189,7 +189,7 @@ def test_names_folders_and_tokens_are_refused_before_any_request(
     for name in ("small", "a/b/c", "../x", "", "a/b\n"):
         code, out = push(run_folder, name)
         assert code == 2, name
-        assert "accepted is owner/name" in out
+        assert "expected owner/name" in out
     for folder, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "manifest.json is missing")):
         code, out = push(folder, NAME)
         assert (code, message in out) == (2, True), out

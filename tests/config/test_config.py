@@ -91,15 +91,15 @@ def test_every_option_composes(group: str) -> None:
         ("eval", "select=quest", "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]"),
         ("eval", "artifacts.qmodel=quest", "artifacts.qmodel=quest: eval measures the routers of eval.routers=[quest]"),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
-        ("train-gate", "gate.loss=mze", "gate.loss=mze: accepted are mse, kl, smooth_l1 (did you mean mse?)"),
-        ("train-gate", "gate.target=sum", "gate.target=sum: accepted are max, mass, mean_mass"),
-        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: accepted with gate.phase=decode alone"),
+        ("train-gate", "gate.loss=mze", "gate.loss=mze: expected mse, kl, smooth_l1 (did you mean mse?)"),
+        ("train-gate", "gate.target=sum", "gate.target=sum: expected max, mass, mean_mass"),
+        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: expected only with gate.phase=decode"),
         ("train-gate", "gate.q_pool=[avg,avg]", "gate.q_pool=['avg', 'avg']: one or more of avg, max, min, each once"),
-        ("train-gate", "train.steps=0", "train.steps=0: accepted is an integer in [1, 1e7]"),
-        ("train-gate", "train.steps=true", "train.steps=True: accepted is an integer in [1, 1e7]"),
-        ("train-gate", "overwrite=1", "overwrite=1: accepted is true or false"),
-        ("train-gate", "train.lr=inf", "train.lr=inf: accepted is a number in (0, 1000]"),
-        ("train-gate", "train.weight_decay=nan", "train.weight_decay=nan: accepted is a number in [0, 1000]"),
+        ("train-gate", "train.steps=0", "train.steps=0: expected an integer in [1, 1e7]"),
+        ("train-gate", "train.steps=true", "train.steps=True: expected an integer in [1, 1e7]"),
+        ("train-gate", "overwrite=1", "overwrite=1: expected true or false"),
+        ("train-gate", "train.lr=inf", "train.lr=inf: expected a number in (0, 1000]"),
+        ("train-gate", "train.weight_decay=nan", "train.weight_decay=nan: expected a number in [0, 1000]"),
         ("train-gate", "train.micro_batch_size=3", "train.batch_size=4: a multiple of train.micro_batch_size=3"),
         ("train-gate", "name=a/b", "name=a/b: a folder name"),
         ("train-gate", "outputs=", "outputs='': a folder"),
@@ -108,18 +108,18 @@ def test_every_option_composes(group: str) -> None:
         ("train-gate", "~model.architecture model.init=random", "model.init=random: random needs model.architecture"),
         ("serve", "server=3", "server=3: a section"),
         ("eval", "eval.tasks=[neddle]", "(did you mean needle?)"),
-        ("eval", "probes=-1", "probes=-1: accepted is an integer in [0, 1e6], or null"),
-        ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: accepted is a list, each a number in [0.001, 0.5]"),
-        ("train-gate", "gate.phase=decoding", "gate.phase=decoding: accepted are prefill, decode (did you mean decode?)"),
+        ("eval", "probes=-1", "probes=-1: expected an integer in [0, 1e6], or null"),
+        ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: expected a list, each a number in [0.001, 0.5]"),
+        ("train-gate", "gate.phase=decoding", "gate.phase=decoding: expected prefill, decode (did you mean decode?)"),
         ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: gate.sink + gate.recent below"),
         ("serve", "chat=true", "chat=True: accepted is null"),
         ("serve", "dense=true artifacts.gate=embedded", "dense=True: accepted is false with artifacts.gate"),
         ("generate", "keys=0.05 probes=2", "keys=0.05: probes=2 is given too"),
-        ("generate", "keys=0.7", "keys=0.7: accepted is null, a share in [0.001, 0.5], or a whole number of keys"),
+        ("generate", "keys=0.7", "keys=0.7: expected null, a share in [0.001, 0.5], or a whole number of keys"),
         ("generate", "threshold=0.1 keys=64", "threshold=0.1: keys=64 is given too"),
-        ("train-qmodel", "train.compile=true qmodel.source=online", "train.compile=True: accepted is false"),
-        ("bench", "bench.lengths=[0]", "bench.lengths=[0]: accepted is one or more, each an integer in [1, 1e9], or null"),
-        ("bench", "bench.queries=[]", "bench.queries=[]: accepted is one or more, each an integer in [1, 16]"),
+        ("train-qmodel", "train.compile=true qmodel.source=online", "train.compile=True: expected false"),
+        ("bench", "bench.lengths=[0]", "bench.lengths=[0]: expected one or more, each an integer in [1, 1e9], or null"),
+        ("bench", "bench.queries=[]", "bench.queries=[]: expected one or more, each an integer in [1, 16]"),
         ("bench", "bench.heads=[8,3]", "the first a multiple of the second"),
         ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
         ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
@@ -143,9 +143,9 @@ def test_integers_stand_for_numbers_and_text() -> None:
 def test_dataclasses_check_what_python_gives_them() -> None:
     with pytest.raises(UserError, match=r"^unknown key gate.blocksize \(did you mean gate.block_size\?\)$"):
         schemas.GateConfig(blocksize=64)  # pyrefly: ignore[unexpected-keyword]
-    with pytest.raises(UserError, match=r"^gate.hidden='9': accepted is an integer in \[2, 16384\], or null$"):
+    with pytest.raises(UserError, match=r"^gate.hidden='9': expected an integer in \[2, 16384\], or null$"):
         replace(schemas.GateConfig(), hidden="9")
-    with pytest.raises(UserError, match=r"^model.presets.recent=0: accepted is an integer in \[1, 1e9\]$"):
+    with pytest.raises(UserError, match=r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$"):
         schemas.ModelPresets(recent=0)
     assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, "an instance changes no defaults"
 

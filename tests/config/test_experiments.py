@@ -129,5 +129,5 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
-    assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: accepted is a power of two in [16, 128]\n"
+    assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: expected a power of two in [16, 128]\n"
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"

@@ -76,7 +76,7 @@ def test_misspelt_keys_and_policies_get_a_hint() -> None:
         select_config({"sparsty": 0.5})
     with pytest.raises(UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"):
         composed("select.sparsty=0.5")
-    with pytest.raises(UserError, match=r"select.policy=nucleos: accepted are topk, .* \(did you mean nucleus\?\)"):
+    with pytest.raises(UserError, match=r"select.policy=nucleos: expected topk, .* \(did you mean nucleus\?\)"):
         SelectConfig("nucleos")
 
 
@@ -94,11 +94,11 @@ def test_the_policy_changes_with_the_keys_that_both_have() -> None:
 @pytest.mark.parametrize(
     ("policy", "value", "says"),
     [
-        ("topk", 1.0, r"select.sparsity=1.0: accepted is a number in \[0, 1\)"),
-        ("calibrated", -0.1, r"select.sparsity=-0.1: accepted is a number in \[0, 1\)"),
-        ("threshold", 1.0, r"select.threshold=1.0: accepted is a number in \[0, 1\)"),
-        ("nucleus", 0.0, r"select.mass=0.0: accepted is a number in \(0, 1\]"),
-        ("token_budget", 0, r"select.tokens=0: accepted is an integer in \[1, 1e9\]"),
+        ("topk", 1.0, r"select.sparsity=1.0: expected a number in \[0, 1\)"),
+        ("calibrated", -0.1, r"select.sparsity=-0.1: expected a number in \[0, 1\)"),
+        ("threshold", 1.0, r"select.threshold=1.0: expected a number in \[0, 1\)"),
+        ("nucleus", 0.0, r"select.mass=0.0: expected a number in \(0, 1\]"),
+        ("token_budget", 0, r"select.tokens=0: expected an integer in \[1, 1e9\]"),
         ("multiscale", [0.5, 0.5], r"select.shares=\[0.5, 0.5\]: four shares"),
     ],
 )

@@ -236,7 +236,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
     ("name", "content", "message"),
     [
         ("missing.txt", None, r"data\.path=.*missing\.txt: no such file"),
-        ("table.csv", b"a,b", r"data\.path=.*table\.csv: accepted are \.txt, \.md, \.jsonl, \.parquet, also compressed as"),
+        ("table.csv", b"a,b", r"data\.path=.*table\.csv: expected \.txt, \.md, \.jsonl, \.parquet, also compressed as"),
         ("latin1.txt", b"caf\xe9", r"data\.path=.*latin1\.txt: not UTF-8 at byte 3"),
         ("latin1.txt.gz", gzip.compress(b"\xef\xbb\xbfcaf\xe9", mtime=0), r"data\.path=.*latin1\.txt\.gz: not UTF-8 at byte 6"),
         ("cut.txt.gz", gzip.compress(bytes(range(256)), mtime=0)[:-90], r"data\.path=.*cut\.txt\.gz: .*[Tt]runcated"),
@@ -248,7 +248,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl, line 2: not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
         ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),
-        ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 has 7 in this column, accepted is text"),
+        ("number.jsonl", b'{"text": 7}', r"data\.column=text: .*line 1 has 7 in this column, expected text"),
     ],
 )
 def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

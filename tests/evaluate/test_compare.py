@@ -99,6 +99,6 @@ def test_differences_have_the_units_of_their_task() -> None:
 def test_other_folders_are_refused_in_one_line(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "results.json").write_text(content)
-    with pytest.raises(UserError, match=r"^compare=.*accepted is the folder of an earlier msattn eval") as caught:
+    with pytest.raises(UserError, match=r"^compare=.*expected the folder of an earlier msattn eval") as caught:
         compare.read_results(str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -108,7 +108,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         "lengths=24": {"eval": short},
         "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
         "its num_layers is 2": {"model": deeper},
-        "compare=nowhere: accepted is the folder of an earlier": {"compare": "nowhere"},
+        "compare=nowhere: expected the folder of an earlier": {"compare": "nowhere"},
         "outputs": {"outputs": str(tmp_path / "file")},
     }.items():
         with pytest.raises(UserError, match=message):

@@ -55,8 +55,8 @@ def test_a_task_is_answered_as_by_attach(run) -> None:
     ("arguments", "says"),
     [
         ({"gate": "nowhere"}, "artifact nowhere: no such folder"),
-        ({"gate": "embedded", "sparsity": 2}, r"sparsity=2: accepted is a number in \[0, 1\)"),
-        ({"gate": "embedded", "batch_size": "auto"}, "--batch_size=auto: accepted is 1"),
+        ({"gate": "embedded", "sparsity": 2}, r"sparsity=2: expected a number in \[0, 1\)"),
+        ({"gate": "embedded", "batch_size": "auto"}, "--batch_size=auto: expected 1"),
     ],
 )
 def test_mistakes_are_named(arguments: dict[str, Any], says: str) -> None:

@@ -227,8 +227,8 @@ def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], s
     ("changes", "says"),
     [
         ({"dtype": "float16"}, "dtype=float16: auto, bfloat16 or float32"),
-        ({"gate_weight": -1.0}, r"gate_weight=-1.0: accepted is a number in \[0, 1e6\]"),
-        ({"tasks": 1.5}, r"tasks=1.5: accepted is a number in \[0, 1\]"),
+        ({"gate_weight": -1.0}, r"gate_weight=-1.0: expected a number in \[0, 1e6\]"),
+        ({"tasks": 1.5}, r"tasks=1.5: expected a number in \[0, 1\]"),
         ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk or multiscale"),

@@ -125,7 +125,7 @@ def test_a_share_needs_thresholds_of_a_classifier() -> None:
         ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
         ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too; give one of the two"),
         ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
-        ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': accepted is a number"),
+        ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': expected a number"),
     ]
     for options, message in wrong:
         with pytest.raises(UserError, match=message), attach(model, **options):

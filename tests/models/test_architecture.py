@@ -196,7 +196,7 @@ def test_new_keys_reach_transformers(tmp_path: Path) -> None:
         ("compression_config", {"bits": 4}, "compression_config"),
         ("num_experts_per_tok", 9, "num_experts_per_tok=9: there are 8 experts"),
         ("moe_topk", [2, 9], r"moe_topk=\[2, 9\]: there are 8 experts"),
-        ("is_causal", False, "is_causal=False: accepted is causal attention"),
+        ("is_causal", False, "is_causal=False: expected causal attention"),
         ("is_causal", 1, "is_causal=1: Input should be a valid boolean"),  # PyTorch's SDPA raises a TypeError
     ],
 )

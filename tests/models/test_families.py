@@ -146,7 +146,7 @@ def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
         drafts = {} if linear else {"prompt_lookup_num_tokens": 3}  # transformers refuses them
         assert torch.equal(model.generate(ids, **greedy, **drafts), tokens)
         assert (sparse.stats()["dense_fallbacks"], sparse.stats()["sparsity"]) == (0, 0)
-        with pytest.raises(UserError, match="accepted is a DynamicCache, because some layers keep"):
+        with pytest.raises(UserError, match="expected a DynamicCache, because some layers keep"):
             model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=130))
     torch.testing.assert_close(model(ids).logits, expected)
 
@@ -160,7 +160,7 @@ def test_artifacts_of_other_layers_are_refused() -> None:
     ):
         pass
     every = Gate(Shape(3, 4, 2, 16), GateConfig(block_size=BLOCK), torch.ones(8))
-    message = r"=\[0, 1, 2\]: accepted are the layers \[1\]"
+    message = r"=\[0, 1, 2\]: expected the layers \[1\]"
     with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
         pass
 
@@ -211,7 +211,7 @@ def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
     assert (len(after), scaling) == (len(before), 1.0)
     assert config.rope_parameters.get("sliding_attention") == sliding
     if kind == "proportional":
-        with pytest.raises(UserError, match="rope_type=yarn: accepted is proportional, the model's own"):
+        with pytest.raises(UserError, match="rope_type=yarn: expected proportional, the model's own"):
             scale_rope(config, {"rope_type": "yarn", "factor": 8.0})
 
 
@@ -229,7 +229,7 @@ def test_longrope_has_other_angles_in_long_sequences() -> None:
     with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
         assert torch.equal(model.generate(ids, **options), tokens)
         assert (sparse.stats()["dense_fallbacks"], sparse.stats()["selectivity"]) == (0, 1)
-    with pytest.raises(UserError, match="long_factor has 3 numbers; accepted are 4"):
+    with pytest.raises(UserError, match="long_factor has 3 numbers; expected 4"):
         check_supported(tiny_config("glm4", rope_parameters=rope | {"long_factor": [4.0] * 3}))
 
 

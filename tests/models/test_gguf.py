@@ -110,14 +110,14 @@ def test_random_weights_take_the_tokenizer_of_a_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general__architecture": "mamba"}, "general.architecture=mamba: accepted in GGUF files are llama, qwen2, qwen3"),
-        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.type=yarn: accepted in GGUF files are none and linear"),
+        ({"general__architecture": "mamba"}, "general.architecture=mamba: expected in GGUF files: llama, qwen2, qwen3"),
+        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.type=yarn: expected none or linear in GGUF files"),
         ({"llama__attention__head_count": 3}, "its metadata: The hidden size .64. is not a multiple of the number of .* heads"),
         ({"llama__block_count": 3}, r"no weights for model\.layers\.2\."),
         ({"llama__block_count": 1}, r"by its metadata the model has no blk\.1\.attn_k\.weight, .*, which the file has"),
         ({"llama__feed_forward_length": 64}, "has the shape .64, 96., by its configuration it is .64, 64."),
         ({"llama__embedding_length": 2**19}, "weights by its configuration, at most"),
-        ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model=rwkv: accepted are gpt2 and llama"),
+        ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model=rwkv: expected gpt2 or llama"),
         ({"split__count": 3}, "one of 3 parts: join them with llama-gguf-split --merge"),
     ],
 )

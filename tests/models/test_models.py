@@ -67,7 +67,7 @@ def test_rope_scaling_extends_the_context(folder: Path) -> None:
     assert loaded.model.config.rope_parameters["original_max_position_embeddings"] == 256
     assert loaded.fingerprint["rope"]["rope_type"] == "yarn"
     for wrong, message in (
-        ({"rope_type": "yarnn"}, r"model\.rope_scaling\.rope_type=yarnn: accepted are default, linear"),
+        ({"rope_type": "yarnn"}, r"model\.rope_scaling\.rope_type=yarnn: expected default, linear"),
         ({"rope_type": "linear"}, r"Missing required keys in .*factor"),
         ({"rope_type": "yarn", "factor": 0.5}, "rope_type=yarn, factor=0.5"),
         ({"rope_type": "yarn", "factor": "x"}, "model.rope_scaling=.*could not convert string to float"),
@@ -87,14 +87,14 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
     ("family", "overrides", "message"),
     [
         ("mistral", {"sliding_window": 64}, "no layer can be sparse; of layer 0: it attends through a sliding window of 64"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: accepted is causal attention"),
-        ("gpt_neox", {}, "model_type=gpt_neox: accepted are the decoders llama, mistral, qwen2, qwen3"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: expected causal attention"),
+        ("gpt_neox", {}, "model_type=gpt_neox: expected one of the decoders llama, mistral, qwen2, qwen3"),
         ("deepseek_v3", {}, "multi-head latent attention"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
-        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: accepted are multiples of num_key_value_heads=3"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: expected a multiple of num_key_value_heads=3"),
         ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_num_key_heads=None: layers of type linear"),
-        ("llama", {"head_dim": 12}, "head_dim=12: accepted are multiples of 8"),
-        ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: accepted are multiples of 8"),
+        ("llama", {"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
+        ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: expected a multiple of 8"),
     ],
 )
 def test_unsupported_architectures_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
@@ -163,7 +163,7 @@ def test_devices_and_dtypes_resolve_or_are_refused(monkeypatch: pytest.MonkeyPat
     cpu = torch.device("cpu")
     assert resolve_dtype("auto", cpu) == torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    with pytest.raises(UserError, match=r"dtype=float8: accepted are auto, float32"):
+    with pytest.raises(UserError, match=r"dtype=float8: expected auto, float32"):
         resolve_dtype("float8", cpu)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == cpu

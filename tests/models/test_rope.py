@@ -48,7 +48,7 @@ def test_yarn_scales_cos_and_sin() -> None:
 def test_unknown_rope_types_are_refused() -> None:
     config = tiny_config("llama")
     config.rope_parameters["rope_type"] = "axial"
-    with pytest.raises(ValueError, match="rope_type=axial: accepted are default"):
+    with pytest.raises(ValueError, match="rope_type=axial: expected default"):
         inverse_frequencies(config)
 
 

@@ -116,7 +116,7 @@ def test_unsupported_masks_positions_and_caches_are_refused() -> None:
             model(ids, attention_mask=right)
         with pytest.raises(UserError, match="no row has a token"):
             model(ids, attention_mask=torch.zeros_like(right))
-        with pytest.raises(UserError, match=r"accepted is \[batch, 6\]"):
+        with pytest.raises(UserError, match=r"expected \[batch, 6\]"):
             model(ids, attention_mask=right[:, :3])
         with pytest.raises(UserError, match="2D mask"):
             model(ids, attention_mask=torch.zeros(1, 1, 6, 6))

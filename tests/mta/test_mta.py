@@ -204,7 +204,7 @@ def test_unsupported_masks_and_caches_are_refused() -> None:
             model(ids, attention_mask=mask)
         with pytest.raises(UserError, match="left padding only"):
             kv_start_of(mask, 6, 6)
-    with pytest.raises(UserError, match=r"accepted is \[batch, 6\] or \[batch, 1, 6, 6\]"):
+    with pytest.raises(UserError, match=r"expected \[batch, 6\] or \[batch, 1, 6, 6\]"):
         kv_start_of(right[:, :3], 6, 6)
     with pytest.raises(UserError, match="left-padded sequence per row"):
         model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
@@ -224,10 +224,10 @@ def test_unsupported_masks_and_caches_are_refused() -> None:
     ("options", "message"),
     [
         ({"head_mixing": "scores"}, "cannot be combined.*products"),
-        ({"head_mixing": "heads"}, "accepted are 'scores', 'group', None"),
+        ({"head_mixing": "heads"}, "expected 'scores', 'group', None"),
         ({"mask": "keys"}, "mask='keys': accepted are"),
         ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
-        ({"layers": (0, 2)}, "accepted are 0 to 1"),
+        ({"layers": (0, 2)}, "expected 0 to 1"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -238,7 +238,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> N
 
 
 def test_attention_other_than_llamas_is_refused() -> None:
-    with pytest.raises(UserError, match="attention=Qwen3Attention: accepted is LlamaAttention"):
+    with pytest.raises(UserError, match="attention=Qwen3Attention: expected LlamaAttention"):
         convert(tiny_model("qwen3"))
     with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
         convert(tiny_model(attention_dropout=0.1))

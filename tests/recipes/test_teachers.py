@@ -235,7 +235,7 @@ def of_the_training(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "prepare", "message"),
     [
-        ("--device tpu", None, "--device=tpu: accepted are auto, cpu, cuda"),
+        ("--device tpu", None, "--device=tpu: expected auto, cpu, cuda"),
         ("--test /nowhere", None, "--test=/nowhere: no such file"),
         ("--text /nowhere", None, "--text=/nowhere: no such file"),
         ("", lambda folder: (folder / "books/book.txt").rename(folder / "books/code-book.txt"), "no book; files whose"),

@@ -56,4 +56,4 @@ def test_more_ranks_than_key_heads_are_refused_in_one_line(tmp_path: Path) -> No
     job = Job(SCRIPT, tmp_path, *arguments(tmp_path, "generate", num_key_value_heads=2), processes=4)
     assert job.wait() == 2
     lines = {line for line in job.err.read_text().splitlines() if line.startswith(("msattn:", "Traceback"))}
-    assert lines == {"msattn: model: divided among 4 ranks; accepted are numbers that divide its 2 key/value heads"}
+    assert lines == {"msattn: model: divided among 4 ranks; expected a number that divides its 2 key/value heads"}

@@ -133,14 +133,14 @@ def test_steps_equal_ordinary_passes(
 def test_what_is_refused() -> None:
     model, gate = tiny_model(), random_decode_gate()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"qmodel": gate, "probes": 17}, "probes=17: accepted are 0 to 16"),
-        ({"qmodel": gate, "keys": 15}, r"keys=15: accepted are 16 \(a block\) to 256 keys"),
-        ({"qmodel": gate, "keys": 257}, "keys=257: accepted are 16"),
-        ({"qmodel": gate, "keys": 20.5}, "keys=20.5: accepted is null, a share"),
-        ({"qmodel": gate, "keys": float("inf")}, "keys=inf: accepted is null, a share"),
+        ({"qmodel": gate, "probes": 17}, "probes=17: expected 0 to 16"),
+        ({"qmodel": gate, "keys": 15}, r"keys=15: expected 16 \(a block\) to 256 keys"),
+        ({"qmodel": gate, "keys": 257}, "keys=257: expected 16"),
+        ({"qmodel": gate, "keys": 20.5}, "keys=20.5: expected null, a share"),
+        ({"qmodel": gate, "keys": float("inf")}, "keys=inf: expected null, a share"),
         ({"qmodel": gate, "keys": 0.1}, "keys=0.1: this router has no calibrated thresholds"),
-        ({"qmodel": gate, "threshold": 1.0}, r"threshold=1.0: accepted is a number in \(0, 1\)"),
-        ({"qmodel": gate, "threshold": float("nan")}, "threshold=nan: accepted is a number"),
+        ({"qmodel": gate, "threshold": 1.0}, r"threshold=1.0: expected a number in \(0, 1\)"),
+        ({"qmodel": gate, "threshold": float("nan")}, "threshold=nan: expected a number"),
         ({"qmodel": gate, "threshold": 0.1, "keys": 32}, "threshold=0.1: keys=32 is given too"),
         ({"qmodel": gate, "threshold": 0.1, "probes": 3}, "threshold=0.1: probes=3 is given too"),
         ({"select": "quest", "threshold": 0.1}, "threshold=0.1: only decoding with a router uses it"),

@@ -106,10 +106,10 @@ def test_what_cannot_be_served_is_never_dense(folder: Path) -> None:
     model, ids = loaded(folder), random_tokens(1, 20)
     model.config.sparse_attention_config["config_groups"]["group_0"] |= {"probes": 65}
     for use in (logits, generate, logits):
-        with pytest.raises(UserError, match="probes=65: accepted are 0 to"):
+        with pytest.raises(UserError, match="probes=65: expected 0 to"):
             use(model, ids)
     model.config.sparse_attention_config["config_groups"]["group_0"] |= {"probs": 2}
-    with pytest.raises(UserError, match="sparse_attention_config=probs: accepted are gate, select, "):
+    with pytest.raises(UserError, match="sparse_attention_config=probs: expected gate, select, "):
         generate(model, ids)
     other = loaded(folder, "sdpa")
     other.set_attn_implementation("msattn")

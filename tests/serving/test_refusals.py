@@ -27,7 +27,7 @@ def test_caches_that_cannot_be_taken_over_are_named() -> None:
     }
     with attach(model, select="quest"):
         for name, cache in caches.items():
-            with pytest.raises(UserError, match=f"past_key_values: {name}.*accepted are DynamicCache and StaticCache"):
+            with pytest.raises(UserError, match=f"past_key_values: {name}.*expected a DynamicCache or StaticCache"):
                 model(ids, past_key_values=cache)
 
 
@@ -64,14 +64,14 @@ def test_ids_masks_and_caches_of_another_shape() -> None:
     past, deeper = DynamicCache(config=model.config), DynamicCache(config=tiny_config(num_hidden_layers=3))
     model(ids, past_key_values=past)
     inputs: dict[str, dict[str, Any]] = {
-        "input_ids: 128 is no token; accepted are 0 to 127": {"input_ids": ids + 128 - ids.max()},
+        "input_ids: 128 is no token; expected 0 to 127": {"input_ids": ids + 128 - ids.max()},
         "input_ids: -1 is no token": {"input_ids": ids - ids.min() - 1},
-        r"input_ids of float32 \[2, 40\]: accepted is int64 \[batch, tokens\]": {"input_ids": ids.float()},
-        r"inputs_embeds of float64 \[2, 40, 64\]: accepted is float32": {"inputs_embeds": torch.zeros(2, 40, 64).double()},
-        r"attention_mask of int64 \[1, 40\]: accepted is a 2D mask \[2, 40\]": {"input_ids": ids, "attention_mask": ids[:1]},
-        r"position_ids of type list: accepted is integers \[2, 40\]": {"input_ids": ids, "position_ids": ids.tolist()},
-        r"it holds \[2, 2, 40, 16\] .*; accepted is \[1, 2, 40, 16\]": {"input_ids": ids[:1], "past_key_values": past},
-        "it has 3 layers; accepted are 2": {"input_ids": ids, "past_key_values": deeper},
+        r"input_ids of float32 \[2, 40\]: expected int64 \[batch, tokens\]": {"input_ids": ids.float()},
+        r"inputs_embeds of float64 \[2, 40, 64\]: expected float32": {"inputs_embeds": torch.zeros(2, 40, 64).double()},
+        r"attention_mask of int64 \[1, 40\]: expected a 2D mask \[2, 40\]": {"input_ids": ids, "attention_mask": ids[:1]},
+        r"position_ids of type list: expected integers \[2, 40\]": {"input_ids": ids, "position_ids": ids.tolist()},
+        r"it holds \[2, 2, 40, 16\] .*; expected \[1, 2, 40, 16\]": {"input_ids": ids[:1], "past_key_values": past},
+        "it has 3 layers; expected 2": {"input_ids": ids, "past_key_values": deeper},
     }
     with attach(model, select="quest"):
         for message, arguments in inputs.items():
@@ -119,7 +119,7 @@ def test_other_outputs_and_other_calls(where: str) -> None:
         assert model(ids[:, 53:54], past_key_values=cache, token_types=types).logits.shape == (1, 1, 128)
         with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
             model()
-        with pytest.raises(UserError, match=r"crop\(20\): accepted are negative numbers"):
+        with pytest.raises(UserError, match=r"crop\(20\): expected a negative number"):
             cache.crop(20)
         long = DynamicCache(config=model.config)
         model(random_tokens(1, 250).to(where), past_key_values=long)

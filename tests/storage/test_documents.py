@@ -27,7 +27,7 @@ def test_numbers_of_json_are_finite(tmp_path: Path, number: str) -> None:
 
 @pytest.mark.parametrize("number", [".nan", "[-.inf]"])
 def test_numbers_of_yaml_are_finite(number: str) -> None:
-    with pytest.raises(UserError, match="accepted are finite numbers"):
+    with pytest.raises(UserError, match="expected finite numbers"):
         parse_yaml(f"key: {number}", "a.yaml")
 
 

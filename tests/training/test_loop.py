@@ -186,7 +186,7 @@ def test_adam_adds_weight_decay_to_the_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"schedule": "reduce_lr_on_plateau"}, "train.schedule=reduce_lr_on_plateau: accepted are linear, cosine"),
+        ({"schedule": "reduce_lr_on_plateau"}, "train.schedule=reduce_lr_on_plateau: expected linear, cosine"),
         ({"warmup_steps": 13}, "train.warmup_steps=13"),
     ],
 )

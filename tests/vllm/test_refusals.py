@@ -20,7 +20,7 @@ from tests.sparse import gate_for, save
 from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "pages": ({"block_size": 32}, "block_size=32: accepted are 64, 128, 256"),
+    "pages": ({"block_size": 32}, "block_size=32: expected 64, 128, 256"),
     "speculation": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
         "speculative decoding is not supported by msattn",
@@ -29,16 +29,16 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
-    "no mapping": ("embedded", "additional_config.msattn=embedded: accepted is a mapping with .*gate, select"),
-    "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: accepted are .*gate, select"),
-    "a type": ({"probes": "many"}, "probes='many': accepted is an integer"),
+    "no mapping": ("embedded", "additional_config.msattn=embedded: expected a mapping with .*gate, select"),
+    "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: expected .*gate, select"),
+    "a type": ({"probes": "many"}, "probes='many': expected an integer"),
 }
 STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no artifact": ({}, {}, "nothing to attach"),
     "zooms": ({"gate": "embedded", "select": "multiscale"}, {}, "vLLM: select.policy=multiscale reads no pages"),
-    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: accepted are .*gate"),
+    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: expected .*gate"),
     "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
-    "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: accepted are 0 to 64"),
+    "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: expected 0 to 64"),
 }
 
 

@@ -43,7 +43,7 @@ def find(path: str | Path, *kinds: str) -> Path:
     held = artifacts_of_run(folder)
     accepted = [kind for kind in kinds if kind in held]
     if held and not accepted:
-        choice = f"accepted is {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / next(iter(held))}"
+        choice = f"expected {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / next(iter(held))}"
         raise UserError(f"artifact {path}: the folder holds {', '.join(held)}; {choice}")
     return held[accepted[0]] if accepted else folder
 
@@ -55,8 +55,8 @@ def artifacts_of_run(folder: Path) -> dict[str, Path]:
 
 
 def _local_folder(path: str | Path) -> Path:
-    require(isinstance(path, str | Path), "artifact", repr(path), "accepted is a folder or the id of a Hub repository")
-    require(not UNPRINTABLE.search(str(path)), "artifact", path, "accepted is a path without control characters, in UTF-8")
+    require(isinstance(path, str | Path), "artifact", repr(path), "expected a folder or the id of a Hub repository")
+    require(not UNPRINTABLE.search(str(path)), "artifact", path, "expected a path without control characters, in UTF-8")
     if path == "embedded":
         return SHIPPED
     folder = Path(os.path.expanduser(path))

@@ -133,7 +133,7 @@ def _check_name(repository: Any) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    accepted = "accepted is owner/name, of letters, digits, -, _ and ."
+    accepted = "expected owner/name, of letters, digits, -, _ and ."
     if not isinstance(repository, str) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
         raise UserError(f"push {shown(str(repository))}: {accepted}")
     try:

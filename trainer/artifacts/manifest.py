@@ -92,9 +92,9 @@ def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> di
         if key not in manifest:
             raise UserError(f"{where} has no key {key}")
     if manifest["format_version"] != FORMAT_VERSION:
-        raise UserError(f"artifact {path}: format_version={manifest['format_version']!r:.60}: accepted is {FORMAT_VERSION}")
+        raise UserError(f"artifact {path}: format_version={manifest['format_version']!r:.60}: expected {FORMAT_VERSION}")
     if manifest["kind"] not in KINDS or kind not in (None, manifest["kind"]):
-        raise UserError(f"artifact {path}: kind={manifest['kind']!s:.60}: accepted is {kind or ', '.join(KINDS)}")
+        raise UserError(f"artifact {path}: kind={manifest['kind']!s:.60}: expected {kind or ', '.join(KINDS)}")
     checked(manifest, Manifest, where)
     return manifest
 

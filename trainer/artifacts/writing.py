@@ -74,7 +74,7 @@ def write(
     that loading needs, such as the gate's configuration, ``metrics`` those for the model card, null if not finite.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind={kind}: accepted are {', '.join(KINDS)}")
+        raise ValueError(f"kind={kind}: expected {', '.join(KINDS)}")
     import yaml
 
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -46,7 +46,7 @@ def configure(model: str, settings: Sequence[str]) -> None:
     name = f"configure {shown(model)}"
     folder = local_folder(model)
     if folder is None:
-        raise UserError(f"{name}: no such folder; accepted is the folder of a model (msattn push configures one on the Hub)")
+        raise UserError(f"{name}: no such folder; expected the folder of a model (msattn push configures one on the Hub)")
     files = ModelFiles(name, folder)
     given = dict(_setting(each, folder, name) for each in settings)
     with activity(name):
@@ -72,7 +72,7 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
 
     key, equals, value = text.partition("=")
     if not equals or not value:
-        raise UserError(f"{name}: {shown(text)}: accepted is key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
+        raise UserError(f"{name}: {shown(text)}: expected key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
     if key not in ("gate", "qmodel"):
         return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]
     if value == "embedded" or (key == "qmodel" and value in ROUTERS) or is_hub_id(value):

@@ -70,7 +70,7 @@ def _check_numbers(overrides: Sequence[str]) -> None:
             if number := match["number"]:
                 raise UserError(f"{shown(override)}: write {number.replace('_', '')} for a number, and '\"{number}\"' for text")
         if re.search(r"\d{400}", override):
-            raise UserError(f"{shown(override)}: accepted are numbers of fewer than 400 digits")
+            raise UserError(f"{shown(override)}: expected a number of fewer than 400 digits")
 
 
 def with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
@@ -142,7 +142,7 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and "/" in error.missing_cfg_file:
         group, choice = error.missing_cfg_file.rsplit("/", 1)
         options = list(error.options or [])
-        return f"{group}={choice}: accepted are {', '.join(options)}{nearest(choice, options)}"
+        return f"{group}={choice}: expected {', '.join(options)}{nearest(choice, options)}"
     if isinstance(error, OverrideParseException):
         return f"{shown(error.override)}: not understood; write key=value, {QUOTING}"
     if ambiguous := re.match(r"Ambiguous value for argument '(.+)'", message):

@@ -120,7 +120,7 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     given = sweep.hydra.overrides
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides([*swept, *given.task])
     if not math.prod(map(_number_of_values, parsed)) <= MOST_JOBS:
-        raise UserError(f"--multirun: accepted are at most {MOST_JOBS:,} jobs")
+        raise UserError(f"--multirun: expected at most {MOST_JOBS:,} jobs")
     points = split(parsed, max_batch_size=None)[0]
     if not points:
         empty = next(each for each in parsed if each.is_sweep_override() and not any(each.sweep_string_iterator()))

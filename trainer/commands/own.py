@@ -109,10 +109,10 @@ def _positions(model: str) -> Any:
     name = f"--model {shown(model)}"
     local = local_model(model, name)
     if local is None and os.path.exists(os.path.expanduser(model)):
-        raise UserError(f"{name}: this is a file; accepted is the folder of a model, or a file that ends in {GGUF}")
+        raise UserError(f"{name}: this is a file; expected the folder of a model, or a file that ends in {GGUF}")
     if local is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(GGUF)):
         accepted = f"a folder, a GGUF file, a Hub id, or one of {', '.join(packaged_models())}"
-        raise UserError(f"{name}: no such folder or file; accepted is {accepted}")
+        raise UserError(f"{name}: no such folder or file; expected {accepted}")
     files = ModelFiles(name, local or model)
     if files.gguf is None:
         return files.config().get("max_position_embeddings")

@@ -34,7 +34,7 @@ def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
     check_libraries()
     check_key(api_key)
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > PORTS:
-        raise UserError(f"--port {shown(port)}: accepted is an integer in [0, {PORTS}]; 0 takes a free port")
+        raise UserError(f"--port {shown(port)}: expected an integer in [0, {PORTS}]; 0 takes a free port")
     from msattn.trainer.serving.engines.http.supervisor import address, bind
 
     with bind(host, int(port)) as bound:
@@ -59,7 +59,7 @@ def check_key(api_key: str | None) -> None:
     if api_key is None:
         api_key = os.environ.get("MSATTN_API_KEY")  # an empty one, which the command line takes for none
     if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
-        raise UserError("--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces, at least one")
+        raise UserError("--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces, at least one")
 
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:

@@ -61,7 +61,7 @@ class JobConfig:
     seed: Seed = key("seed of random weights, data order and sampling", default=0)
 
     def __post_init__(self) -> None:
-        require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "a folder")
+        require(bool(self.outputs.strip()), "outputs", repr(self.outputs), "expected a folder")
 
     @property
     def folder(self) -> Path:
@@ -165,14 +165,19 @@ class TrainGateConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.gate.block_size
-        require(size <= self.data.seq_len, "gate.block_size", size, f"at most data.seq_len={self.data.seq_len}")
-        eager = "accepted is false: the gates' teacher runs eagerly"
+        require(size <= self.data.seq_len, "gate.block_size", size, f"expected at most data.seq_len={self.data.seq_len}")
+        eager = "expected false: the gates' teacher runs eagerly"
         require(not self.train.compile, "train.compile", self.train.compile, eager)
         window = self.gate.sink + self.gate.recent
         ok = self.gate.phase == "prefill" or window < self.data.seq_len
-        require(ok, "gate.recent", self.gate.recent, f"gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
+        require(ok, "gate.recent", self.gate.recent, f"expected gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
         rows = -(-self.data.seq_len // size)
-        require(self.gate.skip_rows < rows, "gate.skip_rows", self.gate.skip_rows, f"fewer than the {rows} blocks of a chunk")
+        require(
+            self.gate.skip_rows < rows,
+            "gate.skip_rows",
+            self.gate.skip_rows,
+            f"expected fewer than the {rows} blocks of a chunk",
+        )
 
 
 @schema(kw_only=True)
@@ -213,14 +218,14 @@ class TrainQModelConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         length, clipped = self.data.seq_len, self.train.max_grad_norm
-        require(length > 1, "data.seq_len", length, "2 tokens or more")
+        require(length > 1, "data.seq_len", length, "expected 2 tokens or more")
         for name in ("long_range", "min_distance"):
             distance = getattr(self.qmodel, name)
             ok = distance is None or distance < length
-            require(ok, f"qmodel.{name}", distance, f"accepted is less than data.seq_len={length}")
+            require(ok, f"qmodel.{name}", distance, f"expected less than data.seq_len={length}")
         ok = self.qmodel.source == "cache" or not self.train.compile
-        require(ok, "train.compile", self.train.compile, "accepted is false with qmodel.source=online, which runs the model")
-        why = "accepted is 0: a norm over all layers would make each result depend on the layers that train with it"
+        require(ok, "train.compile", self.train.compile, "expected false with qmodel.source=online, which runs the model")
+        why = "expected 0: a norm over all layers would make each result depend on the layers that train with it"
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 
 
@@ -242,10 +247,12 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.dtype != "float16", "dtype", self.dtype, "auto, bfloat16 or float32: float16 loses small gradients")
-        require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "2 tokens or more")
+        require(
+            self.dtype != "float16", "dtype", self.dtype, "expected auto, bfloat16 or float32: float16 loses small gradients"
+        )
+        require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "expected 2 tokens or more")
         ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
-        require(ok, "data.seq_len", self.data.seq_len, f"{TASK_TOKENS} tokens or more with tasks={self.tasks}")
+        require(ok, "data.seq_len", self.data.seq_len, f"expected {TASK_TOKENS} tokens or more with tasks={self.tasks}")
         if self.sparse:
             gate, how = self.artifacts.gate, f"gates are needed; msattn train-gate {self.arguments('base')} trains them"
             require(gate is not None, "artifacts.gate", gate, how)
@@ -287,7 +294,7 @@ class ReadOptions:
         if len(given) > 1:
             raise UserError(f"{given[0]}: {given[1]} is given too; give one of the two")
         ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
-        require(ok, "keys", self.keys, "accepted is null, a share in [0.001, 0.5], or a whole number of keys")
+        require(ok, "keys", self.keys, "expected null, a share in [0.001, 0.5], or a whole number of keys")
 
 
 @schema(kw_only=True)
@@ -406,7 +413,7 @@ class ServeConfig(AnswerConfig):
 
     refused: ClassVar[Mapping[str, str]] = {
         **AnswerConfig.refused,
-        "multiscale": "reads no pages of a KV cache; accepted are the other policies",
+        "multiscale": "reads no pages of a KV cache; use another policy",
     }
     server: ServerLimits = field(default_factory=ServerLimits)
     max_new_tokens: Count = key("new tokens of a request without max_tokens", default=1024)
@@ -414,7 +421,7 @@ class ServeConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.chat is None, "chat", self.chat, "accepted is null: a request is a chat by its path, /v1/chat/completions")
+        require(self.chat is None, "chat", self.chat, "expected null: a request is a chat by its path, /v1/chat/completions")
         given = [kind for kind, path in vars(self.artifacts).items() if path is not None]
         ok = not (self.dense and given)
-        require(ok, "dense", self.dense, f"accepted is false with artifacts.{given[0] if given else ''}: give one of the two")
+        require(ok, "dense", self.dense, f"expected false with artifacts.{given[0] if given else ''}: give one of the two")

@@ -50,8 +50,8 @@ class DataConfig:
             reads = f"only data={source} reads it; this is data={self.source or 'stdlib'}"
             require(value is None or self.source == source, f"data.{name}", value, reads)
         ok = self.heldout_split is None or self.heldout_split != self.split
-        require(ok, "data.heldout_split", self.heldout_split, "another split than data.split")
-        require(self.cache is None or bool(self.cache.strip()), "data.cache", repr(self.cache), "null, or a folder")
+        require(ok, "data.heldout_split", self.heldout_split, "expected another split than data.split")
+        require(self.cache is None or bool(self.cache.strip()), "data.cache", repr(self.cache), "expected null, or a folder")
 
     @property
     def is_library(self) -> bool:

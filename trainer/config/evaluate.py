@@ -105,7 +105,7 @@ class DocumentsConfig:
 
     def __post_init__(self) -> None:
         longest = max(self.lengths)
-        accepted = f"accepted is null, or the longest of eval.documents.lengths, {longest}, or more"
+        accepted = f"expected null, or the longest of eval.documents.lengths, {longest}, or more"
         require(self.least_tokens >= longest, "eval.documents.min_tokens", self.min_tokens, accepted)
 
 
@@ -172,13 +172,13 @@ class HarnessConfig:
     probes: list[CountOrZero] = key(PROBES, default=[])
 
     def __post_init__(self) -> None:
-        require(sorted({*self.bins}) == self.bins, "eval.harness.bins", self.bins, "accepted are increasing numbers")
+        require(sorted({*self.bins}) == self.bins, "eval.harness.bins", self.bins, "expected increasing numbers")
 
     def check_paths(self) -> None:
         """Raises UserError if there are no tasks, or no such folder."""
-        require(bool(self.tasks), "eval.harness.tasks", self.tasks, "one or more tasks of lm_eval")
+        require(bool(self.tasks), "eval.harness.tasks", self.tasks, "expected one or more tasks of lm_eval")
         found = self.include_path is None or os.path.isdir(os.path.expanduser(self.include_path))
-        require(found, "eval.harness.include_path", self.include_path, "a folder with YAML files of tasks")
+        require(found, "eval.harness.include_path", self.include_path, "expected a folder with YAML files of tasks")
 
 
 @schema("eval.prompts.")
@@ -289,7 +289,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name in ("baselines", "routers", "key_shares"):
             values = [f"{value:.3g}" if isinstance(value, float) else value for value in getattr(self, name)]
-            require(len({*values}) == len(values), f"eval.{name}", getattr(self, name), "each value once")
+            require(len({*values}) == len(values), f"eval.{name}", getattr(self, name), "expected each value once")
 
 
 TASKS += [item.name for item in fields(EvalConfig) if is_dataclass(item.type)]

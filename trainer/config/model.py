@@ -98,7 +98,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         folder_name("model.name", self.name)
-        require(bool(self.path.strip()), "model.path", self.path, "a Hub id, a folder, a GGUF file, or embedded")
+        require(bool(self.path.strip()), "model.path", self.path, "expected a Hub id, a folder, a GGUF file, or embedded")
         ok = self.init == "pretrained" or self.architecture is not None
         require(ok, "model.init", self.init, "random needs model.architecture, which the files of conf/model/ have")
 

@@ -162,8 +162,8 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     if choices:
         value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
     text = repr(value) if "\n" not in repr(value) else type(value).__name__  # of tensors and modules
-    wrong, verb = (value, "are") if len(choices) > 1 else (text, "is")
-    return f"{name}={shown(wrong)}: accepted {verb} {accepted(kind)}{written or nearest(str(value), choices)}"
+    wrong = value if len(choices) > 1 else text
+    return f"{name}={shown(wrong)}: expected {accepted(kind)}{written or nearest(str(value), choices)}"
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:

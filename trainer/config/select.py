@@ -36,7 +36,7 @@ SCORES = (*GATE_SCORES, *BASELINES)
 
 def _four_shares(shares: list[float]) -> list[float]:
     fits = len(shares) == 4 and 0 < sum(shares) <= 1 + 1e-9
-    require(fits, "select.shares", shares, "four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
+    require(fits, "select.shares", shares, "expected four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
     return shares
 
 

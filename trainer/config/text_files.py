@@ -83,7 +83,7 @@ def check_regular(file: Path, where: str) -> None:
     except ValueError as error:  # a NUL character
         raise UserError(f"{where}: {first_line(error)}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise UserError(f"{where}: a device, pipe or socket; accepted is a regular file")
+        raise UserError(f"{where}: a device, pipe or socket; expected a regular file")
 
 
 def largest_text() -> int:

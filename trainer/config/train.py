@@ -74,7 +74,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         ok = self.batch_size % self.least_micro_batch == 0
-        require(ok, "train.batch_size", self.batch_size, f"a multiple of train.micro_batch_size={self.micro_batch_size}")
+        require(
+            ok, "train.batch_size", self.batch_size, f"expected a multiple of train.micro_batch_size={self.micro_batch_size}"
+        )
 
     @property
     def least_micro_batch(self) -> int:
@@ -158,13 +160,13 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         for name, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
-            require(len(set(pools)) == len(pools), name, pools, f"one or more of {', '.join(POOLINGS)}, each once")
-        require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "null or even")
+            require(len(set(pools)) == len(pools), name, pools, f"expected one or more of {', '.join(POOLINGS)}, each once")
+        require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "expected null or even")
         decode = self.phase == "decode"
         fits = not decode or self.rope != "model"
-        require(fits, "gate.rope", self.rope, "accepted are true and false with gate.phase=decode")
+        require(fits, "gate.rope", self.rope, "expected true or false with gate.phase=decode")
         allowed = decode or not self.qk_norm
-        require(allowed, "gate.qk_norm", self.qk_norm, "accepted with gate.phase=decode alone")
+        require(allowed, "gate.qk_norm", self.qk_norm, "expected only with gate.phase=decode")
 
 
 @schema("kmeans.")
@@ -192,7 +194,7 @@ class KMeansConfig:
 
     def __post_init__(self) -> None:
         fits = self.engine != "faiss" or self.balance is None
-        require(fits, "kmeans.balance", self.balance, "accepted is null with kmeans.engine=faiss; batched balances buckets")
+        require(fits, "kmeans.balance", self.balance, "expected null with kmeans.engine=faiss; batched balances buckets")
 
     def num_sampled(self, num_keys: int) -> int:
         """Returns how many of the ``num_keys`` keys of each head are clustered."""
@@ -254,11 +256,11 @@ class MtaConfig:
     )
 
     def __post_init__(self) -> None:
-        require(self.asked <= self.letters, "mta.asked", self.asked, f"at most mta.letters={self.letters}")
+        require(self.asked <= self.letters, "mta.asked", self.asked, f"expected at most mta.letters={self.letters}")
         longest = (MAX_KERNEL + 1) // 2
         fits = self.attention == "plain" or self.letters <= longest
-        require(fits, "mta.letters", self.letters, f"at most {longest} with mta.attention=multi_token")
+        require(fits, "mta.letters", self.letters, f"expected at most {longest} with mta.attention=multi_token")
         size, rest = divmod(self.hidden_size, self.num_heads)
         fits = rest == 0 and size % 8 == 0 and size <= MAX_HEAD_SIZE
-        accepted = f"mta.num_heads={self.num_heads} times a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}"
+        accepted = f"expected mta.num_heads={self.num_heads} times a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}"
         require(fits, "mta.hidden_size", self.hidden_size, accepted)

@@ -27,12 +27,12 @@ def shown(value: object) -> str:
 def one_of(key: str, value: object, accepted: Collection[str]) -> None:
     """Raises UserError, with the nearest accepted value, if ``value`` is not one of ``accepted``."""
     if not isinstance(value, str) or value not in accepted:
-        raise UserError(f"{key}={shown(value)}: accepted are {', '.join(accepted)}{nearest(str(value), accepted)}")
+        raise UserError(f"{key}={shown(value)}: expected {', '.join(accepted)}{nearest(str(value), accepted)}")
 
 
 def folder_name(key: str, value: str) -> None:
     """Raises UserError if ``value`` is not the name of a folder."""
-    require(value.strip() not in ("", ".", "..") and "/" not in value, key, value, "a folder name")
+    require(value.strip() not in ("", ".", "..") and "/" not in value, key, value, "expected a folder name")
 
 
 def nearest(key: str, accepted: Collection[str]) -> str:

@@ -50,7 +50,7 @@ def refuse_shared(shared: int, total: int, named: str, training: str) -> None:
     """Raises UserError if over :data:`REFUSED_SHARE` of the windows of held-out text are shared; warns of fewer."""
     message = f"{named}: {shared:,} of its {total:,} compared passages of {WINDOW} characters are also in {training}"
     if shared > REFUSED_SHARE * total:
-        raise UserError(f"{message}; accepted is text that training does not see")
+        raise UserError(f"{message}; expected text that training does not see")
     if shared:
         print_once(f"warning: {message}")
 

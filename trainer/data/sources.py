@@ -162,7 +162,7 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
     """Yields the documents of a file that has at most ``most`` bytes after decompression."""
     kind = file_type(file)
     if kind is None:
-        raise UserError(f"{where}: accepted are {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
+        raise UserError(f"{where}: expected {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
     content = decompressed(file, where, most)
     if kind in (".txt", ".md"):
         yield Document(name, decode(content, where))
@@ -216,7 +216,7 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
         stored = schema.field(column).type
         kind = stored.value_type if types.is_dictionary(stored) else stored
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"data.column={column}: {where} has {kind} in this column, accepted is text")
+            raise UserError(f"data.column={column}: {where} has {kind} in this column, expected text")
         # A dictionary keeps one copy of equal texts, of which a small file may hold very many.
         shared = [column] if types.is_string(stored) else []
         table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), read_dictionary=shared)
@@ -234,9 +234,9 @@ def _text_of(row: Any, column: str, where: str) -> str:
         names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
         raise UserError(f"data.column={column}: {where} has no such column (it has: {names})")
     if not isinstance(row[column], str):
-        raise UserError(f"data.column={column}: {where} has {row[column]!r:.40} in this column, accepted is text")
+        raise UserError(f"data.column={column}: {where} has {row[column]!r:.40} in this column, expected text")
     if not is_unicode(row[column]):
-        raise UserError(f"data.column={column}: {where} has half of a surrogate pair in this column, accepted is Unicode text")
+        raise UserError(f"data.column={column}: {where} has half of a surrogate pair in this column, expected Unicode text")
     return row[column]
 
 

@@ -34,7 +34,7 @@ def register() -> None:
     class SparseModel(HFLM):
         def __init__(self, pretrained: str, batch_size: int | str = 1, **arguments: Any) -> None:
             # lm_eval pads on the right and gives no mask, so that the last queries of shorter prompts would be padding
-            require(str(batch_size) == "1", "--batch_size", batch_size, "accepted is 1")
+            require(str(batch_size) == "1", "--batch_size", batch_size, "expected 1")
             given = {name: arguments.pop(name) for name in ARTIFACT_KEYS if name in arguments}
             options = artifact_options(given, "--model_args")
             super().__init__(pretrained, batch_size=1, **arguments)

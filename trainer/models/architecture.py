@@ -62,7 +62,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
             "serves its decoder of text"
         )
     if family not in FAMILIES:
-        raise UserError(f"{files.name}: model_type={family!s:.60}: accepted are the decoders {', '.join(FAMILIES)}")
+        raise UserError(f"{files.name}: model_type={family!s:.60}: expected one of the decoders {', '.join(FAMILIES)}")
     where = f"{files.name}: {CONFIG if files.gguf is None else 'its metadata'}"
     checked(document, Architecture, where)
     keys = _passed(document)

@@ -77,7 +77,7 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
 
 
 def _not_whole(files: ModelFiles, name: str) -> UserError:
-    return UserError(f"{files.name}: {name}: accepted are whole models with their weights in {SAFETENSORS}, or in parts")
+    return UserError(f"{files.name}: {name}: expected a whole model with its weights in {SAFETENSORS}, or in parts")
 
 
 def _regular(files: ModelFiles, name: str) -> Path:
@@ -126,7 +126,7 @@ def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> Non
                 seen[name] = part.name
                 dtype = opened.get_slice(name).get_dtype()
                 if not quantized and not dtype.startswith(("F", "BF")):
-                    raise UserError(f"{files.name}: {name} has the dtype {dtype}, accepted are real numbers")
+                    raise UserError(f"{files.name}: {name} has the dtype {dtype}, expected real numbers")
 
 
 def _check_pickle(path: Path) -> None:

@@ -35,5 +35,5 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: accepted are auto, {', '.join(DTYPES)}{nearest(dtype, list(DTYPES))}")
+        raise UserError(f"dtype={dtype}: expected auto, {', '.join(DTYPES)}{nearest(dtype, list(DTYPES))}")
     return DTYPES[dtype]

@@ -277,19 +277,19 @@ def check_supported(config: "PreTrainedConfig") -> None:
     if reason := refusal(config):
         raise UserError(f"model: {reason}")
     if config.model_type not in FAMILIES:
-        raise UserError(f"model_type={config.model_type}: accepted are the decoders {', '.join(FAMILIES)}")
+        raise UserError(f"model_type={config.model_type}: expected one of the decoders {', '.join(FAMILIES)}")
     heads, kv_heads, size = num_heads(config), num_kv_heads(config), head_dim(config)
     if heads % kv_heads:
-        raise UserError(f"num_attention_heads={heads}: accepted are multiples of num_key_value_heads={kv_heads}")
+        raise UserError(f"num_attention_heads={heads}: expected a multiple of num_key_value_heads={kv_heads}")
     if size % 8 or not 8 <= size <= MAX_HEAD_SIZE:
-        raise UserError(f"head_dim={size}: accepted are multiples of 8 up to {MAX_HEAD_SIZE}")
+        raise UserError(f"head_dim={size}: expected a multiple of 8 up to {MAX_HEAD_SIZE}")
     _check_rope(config)
     for kind, key in ((SLIDING, "sliding_window"), (CHUNKED, "attention_chunk_size"), (LINEAR, "linear_num_key_heads")):
         if kind in layer_kinds(config) and not getattr(config, key, None):
             raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number")
     layers = attention_layers(config)
     if all(layer.kept for layer in layers):
-        raise UserError(f"model: no layer can be sparse; of layer 0: {layers[0].kept}; accepted are full-attention layers")
+        raise UserError(f"model: no layer can be sparse; of layer 0: {layers[0].kept}; expected a full-attention layer")
 
 
 def refusal(config: Any) -> str | None:
@@ -297,12 +297,12 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return (
             f"model_type={config.model_type!s:.60}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank!s:.20}) "
-            "caches latent vectors; accepted are decoders that cache keys, which gates and buckets read"
+            "caches latent vectors; expected a decoder that caches keys, which gates and buckets read"
         )
     if (found := getattr(config, "use_bidirectional_attention", None)) and found != "vision":  # of images alone
-        return f"use_bidirectional_attention={found!s:.20}: accepted is causal attention"
+        return f"use_bidirectional_attention={found!s:.20}: expected causal attention"
     if not getattr(config, "is_causal", True):
-        return "is_causal=False: accepted is causal attention"
+        return "is_causal=False: expected causal attention"
     return None
 
 
@@ -310,13 +310,15 @@ def _check_rope(config: Any) -> None:
     """Raises UserError for RoPE that cannot be computed or inverted."""
     rope = rope_parameters(config)
     if rope["rope_type"] not in ROPE_TYPES:
-        raise UserError(f"rope_type={rope['rope_type']}: accepted are {', '.join(ROPE_TYPES)}")
+        raise UserError(f"rope_type={rope['rope_type']}: expected {', '.join(ROPE_TYPES)}")
     factor = rope.get("factor", 1.0 if rope["rope_type"] in ("default", "longrope", "proportional") else None)
     if not isinstance(factor, int | float) or factor < 1:
-        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: accepted are numbers of 1 or more")
+        raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: expected 1 or more")
     share, rotated = rope.get("partial_rotary_factor", 1.0), rotated_channels(config)
     if rotated != int(rotated) or rotated % 2 or not 0 < share <= 1:
-        raise UserError(f"partial_rotary_factor={share}: accepted are even numbers of {head_dim(config)} channels")
+        raise UserError(
+            f"partial_rotary_factor={share}: expected a share that gives an even number of the {head_dim(config)} channels"
+        )
     for name in ("short_factor", "long_factor") if rope["rope_type"] == "longrope" else ():
         if len(rope[name]) != rotated // 2:
-            raise UserError(f"rope_type=longrope: {name} has {len(rope[name])} numbers; accepted are {int(rotated // 2)}")
+            raise UserError(f"rope_type=longrope: {name} has {len(rope[name])} numbers; expected {int(rotated // 2)}")

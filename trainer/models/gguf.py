@@ -113,20 +113,20 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
     """Returns the reason why a file is not accepted: in all these cases transformers would read another model."""
     architecture, parts = metadata["general.architecture"], metadata.get("split.count", 0)
     if str(architecture) not in FAMILIES:
-        return f"general.architecture={architecture!s:.60}: accepted in GGUF files are {', '.join(FAMILIES)}"
+        return f"general.architecture={architecture!s:.60}: expected in GGUF files: {', '.join(FAMILIES)}"
     if parts not in (0, 1):
         return f"one of {parts} parts: join them with llama-gguf-split --merge"
     of_old_files = metadata.get(f"{architecture}.rope.scale_linear", "none")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", of_old_files)
     if scaling not in ("none", "linear"):
-        return f"{architecture}.rope.scaling.type={scaling!s:.40}: accepted in GGUF files are none and linear"
+        return f"{architecture}.rope.scaling.type={scaling!s:.40}: expected none or linear in GGUF files"
     kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind not in ("gpt2", "llama"):
-        return f"tokenizer.ggml.model={kind!s:.40}: accepted are gpt2 and llama"
+        return f"tokenizer.ggml.model={kind!s:.40}: expected gpt2 or llama"
     if kind == "gpt2" and split not in SPLITS:
-        return f"tokenizer.ggml.pre={split!s:.40}: accepted are {', '.join(SPLITS)}"
+        return f"tokenizer.ggml.pre={split!s:.40}: expected {', '.join(SPLITS)}"
     if kind == "llama" and architecture == "llama" and not metadata.get("tokenizer.ggml.add_space_prefix", True):
-        return "tokenizer.ggml.add_space_prefix=false: accepted with architecture llama is true"
+        return "tokenizer.ggml.add_space_prefix=false: expected true with architecture llama"
     return None
 
 

@@ -106,7 +106,7 @@ def random_config(cfg: ModelConfig) -> "PreTrainedConfig":
     architecture = dict(cfg.architecture or {})
     family = architecture.pop("model_type", None)
     if family not in FAMILIES:
-        raise UserError(f"model.architecture.model_type={family}: accepted are {', '.join(FAMILIES)}")
+        raise UserError(f"model.architecture.model_type={family}: expected {', '.join(FAMILIES)}")
     default = AutoConfig.for_model(family)
     accepted = [*default.to_dict(), *default.attribute_map, "head_dim", "rope_theta", "rope_scaling"]
     for key in architecture:

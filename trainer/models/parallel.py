@@ -37,11 +37,11 @@ def head_shard(model: "PreTrainedModel") -> HeadShard:
         raise UserError(f"model_type={model.config.model_type}: tensor parallelism is not supported for this family")
     if not all(name in divided and divided[name].placements == (Shard(0),) for name in ("q_proj", "k_proj", "v_proj")):
         raise UserError(
-            "model: accepted is tensor parallelism that divides q_proj, k_proj and v_proj by heads; divided are "
+            "model: expected tensor parallelism that divides q_proj, k_proj and v_proj by heads; divided are "
             + ", ".join(divided)
         )
     mesh = divided["q_proj"].device_mesh
     heads, ranks = num_kv_heads(model.config), mesh.size()
     if heads % ranks:
-        raise UserError(f"model: divided among {ranks} ranks; accepted are numbers that divide its {heads} key/value heads")
+        raise UserError(f"model: divided among {ranks} ranks; expected a number that divides its {heads} key/value heads")
     return HeadShard(mesh.get_local_rank(), ranks)

@@ -120,7 +120,7 @@ def inverse_frequencies(
     rope, size = rope_parameters(config), head_dim(config)
     kind = rope["rope_type"]
     if kind not in ROPE_TYPES:
-        raise ValueError(f"rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"rope_type={kind}: expected {', '.join(ROPE_TYPES)}")
     dim = dim or size
     if kind == "default":
         rotated = int(dim * rope.get("partial_rotary_factor", 1.0))
@@ -164,9 +164,9 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
     """
     kind, before = scaling.get("rope_type"), rope_parameters(config)
     if kind not in ROPE_TYPES:
-        raise UserError(f"model.rope_scaling.rope_type={kind}: accepted are {', '.join(ROPE_TYPES)}")
+        raise UserError(f"model.rope_scaling.rope_type={kind}: expected {', '.join(ROPE_TYPES)}")
     if before["rope_type"] == "proportional" != kind:  # others rotate other pairs of channels
-        raise UserError(f"model.rope_scaling.rope_type={kind}: accepted is proportional, the model's own")
+        raise UserError(f"model.rope_scaling.rope_type={kind}: expected proportional, the model's own")
     try:
         unscaled = config.max_position_embeddings / _stretch(before)
         original = {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}

@@ -163,7 +163,7 @@ def _tapped_attention(
     if PAGES in others:
         attention_mask = None  # it only kept transformers from building one
     if attention_mask is not None and attention_mask.ndim != 1:
-        raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: accepted is a 2D mask [batch, tokens]")
+        raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: expected a 2D mask [batch, tokens]")
     out = msattn_tap(query, key, value, attention_mask, scaling, softcap=others.get("softcap"), sinks=others.get("s_aux"))
     return out.transpose(1, 2), None
 
@@ -200,7 +200,7 @@ def _mask_of_layers(
     if local_size is None or whole:
         if mask_function is not causal_mask_function and not (whole and allow_is_causal_skip):
             raise UserError(
-                "attention_mask: packed sequences, and images whose tokens see each other, are not supported; accepted is one "
+                "attention_mask: packed sequences, and images whose tokens see each other, are not supported; expected one "
                 "left-padded sequence per row, without token_type_ids"
             )
         return _mask_to_kv_start(**arguments)
@@ -222,13 +222,13 @@ def _mask_to_kv_start(
 ) -> Tensor | None:
     """Converts a 2D padding mask to ``kv_start``, or None without padding."""
     if kv_offset != 0:
-        raise UserError("past_key_values: accepted is a cache that keeps the full context, not a sliding one")
+        raise UserError("past_key_values: expected a cache that keeps the full context, not a sliding one")
     if attention_mask is None or attention_mask.ndim == 1:  # generate converts the mask before it calls the model
         return attention_mask
     num_keys = kv_length if q_offset is None else int(q_offset) + q_length  # a static cache returns its capacity
     if attention_mask.ndim != 2 or attention_mask.shape[1] != num_keys:
         shape = tuple(attention_mask.shape)
-        raise UserError(f"attention_mask of shape {shape}: accepted is [batch, {num_keys}], cached tokens included")
+        raise UserError(f"attention_mask of shape {shape}: expected [batch, {num_keys}], cached tokens included")
     return padding_start(attention_mask)
 
 
@@ -246,9 +246,9 @@ def left_padding(attention_mask: Tensor) -> list[int]:
     is_left_padded = (tokens == (positions >= kv_start[:, None])).all()
     *padding, accepted = torch.cat([kv_start, is_left_padded[None]]).tolist()  # one synchronization with the device
     if min(padding) == tokens.shape[1]:
-        raise UserError("attention_mask: no row has a token; accepted is one with a token")
+        raise UserError("attention_mask: no row has a token; expected at least one")
     if not accepted:
-        raise UserError("attention_mask: accepted is left padding only (tokenizer.padding_side='left'), without holes")
+        raise UserError("attention_mask: expected left padding only (tokenizer.padding_side='left'), without holes")
     return padding
 
 

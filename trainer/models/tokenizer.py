@@ -122,7 +122,7 @@ def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         if getattr(backend.model, "dropout", None):
-            raise ValueError("dropout: accepted is null")
+            raise ValueError("dropout: expected null")
         ids = backend.get_vocab(with_added_tokens=False).values()
         if len(set(ids)) < len(ids):
             raise ValueError("two tokens have the same id")

@@ -163,7 +163,7 @@ def convert(
     decoder: Any = model.base_model.layers
     indices = range(len(decoder)) if layers is None else sorted(set(layers))
     if not all(0 <= index < len(decoder) for index in indices):
-        raise UserError(f"layers={tuple(indices)}: accepted are 0 to {len(decoder) - 1}")
+        raise UserError(f"layers={tuple(indices)}: expected 0 to {len(decoder) - 1}")
     options: Any = {"kernel": kernel, "mask": mask, "head_mixing": head_mixing, "group_norm": group_norm}
     replacements = {index: MultiTokenAttention(decoder[index].self_attn, **options) for index in indices}
     for index, attention in replacements.items():
@@ -181,7 +181,7 @@ def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) 
         return None
     shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
     if not (isinstance(shape, tuple) and shape[1:] in ((num_keys,), (1, num_queries, num_keys))):
-        raise UserError(f"attention_mask={shape}: accepted is [batch, {num_keys}] or [batch, 1, {num_queries}, {num_keys}]")
+        raise UserError(f"attention_mask={shape}: expected [batch, {num_keys}] or [batch, 1, {num_queries}, {num_keys}]")
     if attention_mask.ndim == 2:
         return padding_start(attention_mask)
     visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
@@ -191,21 +191,21 @@ def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) 
     if kv_start is not None:
         expected = expected & (position >= kv_start[:, None, None, None])
     if not torch.equal(visible, expected.expand_as(visible)):
-        raise UserError("attention_mask: accepted is the causal mask of one left-padded sequence per row")
+        raise UserError("attention_mask: expected the causal mask of one left-padded sequence per row")
     return kv_start
 
 
 def _check(attention: Any, kernel: tuple[int, int] | None, mask: str, head_mixing: str | None) -> None:
     if not isinstance(attention, LlamaAttention):
-        raise UserError(f"attention={type(attention).__name__}: accepted is LlamaAttention")
+        raise UserError(f"attention={type(attention).__name__}: expected LlamaAttention")
     if attention.attention_dropout:
-        raise UserError(f"attention_dropout={attention.attention_dropout}: accepted is 0, multi-token attention has no dropout")
+        raise UserError(f"attention_dropout={attention.attention_dropout}: expected 0, multi-token attention has no dropout")
     if kernel is not None and (len(kernel) != 2 or min(kernel) < 1):
-        raise UserError(f"kernel={kernel}: accepted are (queries, keys), 1 or more each, or None")
+        raise UserError(f"kernel={kernel}: expected (queries, keys), 1 or more each, or None")
     if mask not in get_args(ConvMask):
-        raise UserError(f"mask={mask!r}: accepted are {get_args(ConvMask)}")
+        raise UserError(f"mask={mask!r}: expected {get_args(ConvMask)}")
     if head_mixing not in (None, "scores", "group"):
-        raise UserError(f"head_mixing={head_mixing!r}: accepted are 'scores', 'group', None")
+        raise UserError(f"head_mixing={head_mixing!r}: expected 'scores', 'group', None")
     if head_mixing == "scores" and kernel is not None:
         raise UserError(
             f"head_mixing='scores', kernel={kernel}: these cannot be combined, as each score would need (rows of the kernel) x "

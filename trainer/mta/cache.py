@@ -82,10 +82,10 @@ def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer
     if isinstance(held, QueryWindowLayer):
         return held
     if type(held) is not DynamicLayer:
-        raise UserError(f"past_key_values: accepted is a growing cache (DynamicCache), not a {type(held).__name__}")
+        raise UserError(f"past_key_values: expected a growing cache (DynamicCache), not a {type(held).__name__}")
     if held.get_seq_length():
         raise UserError(
-            f"past_key_values: layer {layer} was filled by another attention without queries; accepted: an empty DynamicCache"
+            f"past_key_values: layer {layer} was filled by another attention without queries; expected an empty DynamicCache"
         )
     cache.layers[layer : layer + 1] = [QueryWindowLayer(reach)]
     return cache.layers[layer]  # pyrefly: ignore[bad-return]

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the models' folders")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.models) - set(MODELS)):
-        parser.error(f"MODEL={unknown[0]}: accepted are {', '.join(MODELS)}")
+        parser.error(f"MODEL={unknown[0]}: expected {', '.join(MODELS)}")
     with raised():
         for name in args.models or MODELS:
             bring(name, args.outputs / name)

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
     args = parser.parse_intermixed_args()
     if not 0 <= args.floor <= 1:
-        raise UserError(f"--floor={args.floor:g}: accepted are numbers from 0 to 1")
+        raise UserError(f"--floor={args.floor:g}: expected a number from 0 to 1")
     cfg: Any = compose("train-gate", args.overrides)
     gate = Gate.load(args.folder)
     if args.mean_weight is not None:

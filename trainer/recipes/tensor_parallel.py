@@ -158,7 +158,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     cfg: EvalRunConfig = compose("eval", args.overrides)
     if cfg.eval.throughput.tokens < WARMUP_TOKENS + 2:
-        raise UserError(f"eval.throughput.tokens={cfg.eval.throughput.tokens}: accepted are at least {WARMUP_TOKENS + 2}")
+        raise UserError(f"eval.throughput.tokens={cfg.eval.throughput.tokens}: expected at least {WARMUP_TOKENS + 2}")
     path = cfg.folder / "tensor_parallel" / f"{args.engine}-{num_ranks()}.json"
     rows: list[dict[str, Any]] = []
     with locked(path):

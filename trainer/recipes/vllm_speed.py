@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
         least = 1 + (name == "new")  # the time of a token is that between two
-        require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"accepted are at least {least}")
+        require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"expected at least {least}")
     fits = 0 <= args.shared < args.length and (not args.shared or args.requests > 1)
-    require(fits, "--shared", args.shared, "accepted are 0, and with --requests of at least 2 numbers below --length")
+    require(fits, "--shared", args.shared, "expected 0 or, with at least 2 --requests, a number below --length")
     if find_spec("vllm") is None:
         raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
     file = Path(args.json).resolve() if args.json else None  # of a link, the target is replaced
@@ -90,7 +90,7 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{name} {text:.80}: no JSON ({error})") from error
     if not isinstance(value, dict):
-        raise UserError(f"{name} {text:.80}: accepted is a JSON object")
+        raise UserError(f"{name} {text:.80}: expected a JSON object")
     return value
 
 

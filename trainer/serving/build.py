@@ -50,7 +50,7 @@ class ModelInfo(NamedTuple):
 def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
     gate, qmodel, config = options.gate, options.qmodel, model.config
-    require(model.dtype != torch.float64, "model.dtype", "float64", "accepted are float32, float16 and bfloat16")
+    require(model.dtype != torch.float64, "model.dtype", "float64", "expected float32, float16 or bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel, config) if isinstance(qmodel, str | Path) else qmodel
     selection, chosen = _selection(options, gate)

@@ -64,7 +64,7 @@ def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
         lowest, highest = torch.stack(ids.aminmax()).tolist()  # one synchronization with the device
         size = decoder.config.vocab_size
         if lowest < 0 or highest >= size:
-            raise UserError(f"input_ids: {lowest if lowest < 0 else highest} is no token; accepted are 0 to {size - 1}")
+            raise UserError(f"input_ids: {lowest if lowest < 0 else highest} is no token; expected 0 to {size - 1}")
     return ids
 
 
@@ -89,14 +89,14 @@ def check_held(
     layers = cache.layers
     length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers:
-        raise UserError(f"past_key_values: it has {len(layers)} layers; accepted are {num_layers}, as in the model")
+        raise UserError(f"past_key_values: it has {len(layers)} layers; expected {num_layers}, as in the model")
     accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             held = list(buffer.memory.shape) if buffer.length else accepted.copy()
             held[2] = min(buffer.length, held[2])
             if held != accepted:
-                raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; accepted is {accepted}")
+                raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; expected {accepted}")
 
 
 def check_memory(
@@ -136,7 +136,7 @@ def _is_ordinary(x: Any) -> bool:
 def _require(condition: bool, name: str, value: Any, accepted: str) -> None:
     """Raises UserError if ``condition`` is False."""
     if not condition:
-        raise UserError(f"{name} of {_described(value)}: accepted is {accepted}")
+        raise UserError(f"{name} of {_described(value)}: expected {accepted}")
 
 
 def _described(value: Any) -> str:

@@ -93,9 +93,9 @@ ARTIFACT_KEYS = tuple(name for name in OPTIONS if hasattr(ArtifactOptions, name)
 
 def artifact_options(given: Any, where: str) -> AttachOptions:
     """Returns the options of artifacts that a file or an engine gives; ``where`` begins the UserError for other names."""
-    require(isinstance(given, Mapping), where, given, f"accepted is a mapping with {', '.join(ARTIFACT_KEYS)}")
+    require(isinstance(given, Mapping), where, given, f"expected a mapping with {', '.join(ARTIFACT_KEYS)}")
     for name in given:
-        require(name in ARTIFACT_KEYS, where, name, f"accepted are {', '.join(ARTIFACT_KEYS)}")
+        require(name in ARTIFACT_KEYS, where, name, f"expected {', '.join(ARTIFACT_KEYS)}")
     return AttachOptions(**given)
 
 

@@ -43,7 +43,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         marked = next((token for token in yaml.scan(text) if isinstance(token, marks)), None)
         if marked is not None:
             line = marked.start_mark.line + 1
-            raise UserError(f"{where} has a tag, an anchor or an alias in line {line}; accepted are plain values")
+            raise UserError(f"{where} has a tag, an anchor or an alias in line {line}; expected plain values")
         document = yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels") from error
@@ -126,7 +126,7 @@ def _refuse_constant(name: str) -> float:
 
 def _plain_object(document: Any, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
-        raise UserError(f"{where} holds a {type(document).__name__}, accepted is an object")
+        raise UserError(f"{where} holds a {type(document).__name__}, expected an object")
     _check_plain(document, where, 0)
     return document
 
@@ -138,15 +138,15 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
     if isinstance(value, dict):
         for key, each in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{where} has the key {key!r:.40}, accepted are strings")
+                raise UserError(f"{where} has the key {key!r:.40}, expected strings")
             _check_plain(each, where, depth + 1)
     elif isinstance(value, list):
         for each in value:
             _check_plain(each, where, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} has the value {value}, accepted are finite numbers")  # JSON's 1e999 is infinite
+        raise UserError(f"{where} has the value {value}, expected finite numbers")  # JSON's 1e999 is infinite
     elif value is not None and not isinstance(value, str | int | float | bool):
-        raise UserError(f"{where} has the value {value!r:.40}, accepted are strings, numbers, true, false and null")
+        raise UserError(f"{where} has the value {value!r:.40}, expected a string, a number, true, false or null")
 
 
 def finite(value: Any) -> Any:

@@ -198,9 +198,9 @@ class _Arguments(TrainingArguments):
 
 def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed: int, shard: str | None) -> _Arguments:
     if train.schedule not in _SCHEDULES:
-        raise UserError(f"train.schedule={train.schedule}: accepted are {', '.join(_SCHEDULES)}")
+        raise UserError(f"train.schedule={train.schedule}: expected {', '.join(_SCHEDULES)}")
     if train.warmup_steps > train.steps:
-        raise UserError(f"train.warmup_steps={train.warmup_steps}: accepted are at most train.steps={train.steps}")
+        raise UserError(f"train.warmup_steps={train.warmup_steps}: expected at most train.steps={train.steps}")
     on_gpu = device.type == "cuda"
     arguments = _Arguments(
         output_dir=str(checkpoints),
@@ -231,7 +231,7 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
     per_pass = train.least_micro_batch * arguments.world_size
     if train.batch_size % per_pass:
         raise UserError(
-            f"train.batch_size={train.batch_size}: accepted are multiples of micro_batch_size x processes = "
+            f"train.batch_size={train.batch_size}: expected a multiple of micro_batch_size x processes = "
             f"{train.least_micro_batch} x {arguments.world_size}"
         )
     return arguments

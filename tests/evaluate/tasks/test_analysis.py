@@ -252,8 +252,8 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": [2]}, r"eval\.analysis\.heads=\[2\]: accepted are 0 to 1, as the model has 2 key/value heads"),
-        ({"length": 1025}, r"eval\.analysis\.length=1025: accepted is more than recent \+ sink = 1025 tokens"),
+        ({"heads": [2]}, r"eval\.analysis\.heads=\[2\]: expected 0 to 1, as the model has 2 key/value heads"),
+        ({"length": 1025}, r"eval\.analysis\.length=1025: expected more than recent \+ sink = 1025 tokens"),
     ],
 )
 def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -66,5 +66,5 @@ def test_lengths_that_no_document_has(tmp_path: Path, texts: str) -> None:
         cfg = config(tmp_path, f"{texts}/1.txt", tasks=["recall", "documents"], documents=documents)
         with pytest.raises(UserError, match=f"eval.documents.{message}: no held-out document has as many tokens"):
             evaluate(cfg)
-    with pytest.raises(UserError, match=r"eval\.documents\.min_tokens=63: accepted is null, or .* 64, or more"):
+    with pytest.raises(UserError, match=r"eval\.documents\.min_tokens=63: expected null, or .* 64, or more"):
         DocumentsConfig(lengths=[64], min_tokens=63)

@@ -174,7 +174,7 @@ def test_bins_and_probes(folder: Path) -> None:
         assert {name: found[method, setting, name]["samples"] for name in sizes} == sizes
     window = found["window only", "0 probes", "binned, 0 to 50"]["selectivity"]
     assert window < found["random buckets", "2 probes", "binned, 0 to 50"]["selectivity"] < 1
-    with pytest.raises(UserError, match=r"eval\.harness\.bins=\[8, 4\]: accepted are increasing numbers"):
+    with pytest.raises(UserError, match=r"eval\.harness\.bins=\[8, 4\]: expected increasing numbers"):
         HarnessConfig(tasks=["plain"], bins=[8, 4])
 
 

@@ -180,7 +180,7 @@ def test_user_errors(tmp_path: Path) -> None:
     cfg = timed_config(tmp_path)
     with pytest.raises(UserError, match="length=512 of eval"):
         evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
-    with pytest.raises(UserError, match=f"probes=5: accepted are 0 to {BUCKETS}"):
+    with pytest.raises(UserError, match=f"probes=5: expected 0 to {BUCKETS}"):
         evaluate(replace(cfg, probes=5))
 
 

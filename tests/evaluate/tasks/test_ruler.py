@@ -158,7 +158,7 @@ def test_a_chat_begins_its_reply_with_the_prefix() -> None:
     [
         (["eval.ruler.lengths=[64]"], "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has"),
         (["eval.ruler.haystack=few.txt"], "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed"),
-        (["eval.ruler.tasks=[qa_3]"], "eval.ruler.tasks=qa_3: accepted are one or more of niah_single_1"),
+        (["eval.ruler.tasks=[qa_3]"], "eval.ruler.tasks=qa_3: expected one or more of niah_single_1"),
         (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: needs a file of questions, eval.ruler.squad=FILE"),
         (["eval.ruler.squad=few.txt"], "eval.ruler.squad=few.txt: not JSON"),
         (["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"], "eval.ruler.lengths=500: niah_single_2"),

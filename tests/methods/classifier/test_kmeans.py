@@ -111,9 +111,9 @@ def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets
 
 
 def test_balance_is_refused_where_it_has_no_effect() -> None:
-    with pytest.raises(UserError, match=r"kmeans.balance=1.5: accepted is null with kmeans.engine=faiss"):
+    with pytest.raises(UserError, match=r"kmeans.balance=1.5: expected null with kmeans.engine=faiss"):
         KMeansConfig(engine="faiss", balance=1.5)
-    with pytest.raises(UserError, match=r"kmeans.balance=1: accepted is a number in \(1, 1e6\], or null"):
+    with pytest.raises(UserError, match=r"kmeans.balance=1: expected a number in \(1, 1e6\], or null"):
         KMeansConfig(balance=1)
 
 
@@ -142,7 +142,7 @@ def test_non_finite_points_and_unknown_engines_are_rejected() -> None:
     for engine in ("batched", "faiss"):
         with pytest.raises(UserError, match="dtype=float32: some of the model's keys are not finite"):
             fit_centroids(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
-    with pytest.raises(UserError, match=r"kmeans.engine=fais: accepted are auto, batched, faiss \(did you mean faiss\?\)"):
+    with pytest.raises(UserError, match=r"kmeans.engine=fais: expected auto, batched, faiss \(did you mean faiss\?\)"):
         KMeansConfig(engine="fais")
 
 

@@ -160,7 +160,7 @@ def test_two_ranks_give_the_result_of_one_process(cfg: TrainQModelConfig, whole:
 
 
 def test_settings_that_do_not_fit_are_refused(cfg: TrainQModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"train.compile=True: accepted is false with qmodel.source=online"):
+    with pytest.raises(UserError, match=r"train.compile=True: expected false with qmodel.source=online"):
         replace(cfg, train=replace(cfg.train, compile=True))
     with pytest.raises(UserError, match=r"qmodel.source=disk: .*cache.*online"):
         replace(cfg.qmodel, source="disk")

@@ -208,7 +208,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
     cfg = replace(cfg, name="second")
     rejects(cfg, "there is no k-means in .*; msattn fit-kmeans --model none --data .* outputs=.* name=second .* creates it")
     cfg = replace(cfg, artifacts=ArtifactsConfig(kmeans=str(trained / "toy" / "base" / "kmeans")))
-    rejects(cfg, "qmodel.long_range=128: accepted is less than data.seq_len=128", long_range=128)
+    rejects(cfg, "qmodel.long_range=128: expected less than data.seq_len=128", long_range=128)
     rejects(cfg, "qmodel.long_range=127: no query has its top key that far away in 4 prompts", long_range=127, causal=True)
     rejects(
         cfg,
@@ -216,7 +216,7 @@ def test_unsuitable_settings_are_rejected(text: Path, trained: Path, tmp_path: P
         min_distance=126,
         causal=True,
     )
-    rejects(cfg, "qmodel.min_distance=128: accepted is less than data.seq_len=128", min_distance=128)
+    rejects(cfg, "qmodel.min_distance=128: expected less than data.seq_len=128", min_distance=128)
     rejects(replace(cfg, seed=1), "its weights_hash is")
     with monkeypatch.context() as patch:
         patch.setattr("msattn.trainer.config.text_files.free_memory", lambda: 2**40)  # the text would not fit either

@@ -250,11 +250,11 @@ def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> Non
     wrong.cfg = replace(wrong.cfg, phase="prefill")
     mixed = save(tmp_path / "mixed", tiny_model(), wrong)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"gate": decode}, "gate=DecodeGate: accepted is a gate of phase prefill, or the folder or Hub id of one"),
-        ({"qmodel": prefill}, f"qmodel=Gate: accepted is {QMODEL}"),
-        ({"gate": folder}, f"artifact {folder}: kind=decode_gate: accepted is gate"),
-        ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; accepted is gate"),
-        ({"qmodel": mixed}, f"artifact {mixed}: details.gate.phase=prefill: accepted is decode"),
+        ({"gate": decode}, "gate=DecodeGate: expected a gate of phase prefill, or the folder or Hub id of one"),
+        ({"qmodel": prefill}, f"qmodel=Gate: expected {QMODEL}"),
+        ({"gate": folder}, f"artifact {folder}: kind=decode_gate: expected gate"),
+        ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; expected gate"),
+        ({"qmodel": mixed}, f"artifact {mixed}: details.gate.phase=prefill: expected decode"),
     ]
     for options, message in cases:
         with pytest.raises(UserError) as refused, msattn.attach(model, **options):

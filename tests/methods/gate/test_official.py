@@ -136,9 +136,9 @@ FIRST = "model.layers.0.self_attn.attn_gate.mask_linear_k.weight"
     [
         (lambda at: (at / "config.json").unlink(), "no config.json"),
         (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
-        (lambda at: edited(at, model_type="qwen3"), "model_type=qwen3: accepted are llama, qwen2"),
+        (lambda at: edited(at, model_type="qwen3"), "model_type=qwen3: expected llama, qwen2"),
         (lambda at: edited(at, seerattn_gate_type=None), "no key seerattn_gate_type"),
-        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "accepted are qwen2, qwen3"),
+        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "expected qwen2, qwen3"),
         (lambda at: edited(at, seerattn_gate_type="Qavgavg_Kavg"), "the gates differ from ours: gate.q_pool"),
         (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),
         (lambda at: edited(at, seerattn_gate_hidden_size=8), "its RoPE is that of heads of size 16"),
@@ -163,5 +163,5 @@ def test_other_files_are_refused(
 
 
 def test_a_source_that_is_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder; accepted is a folder or the id"):
+    with pytest.raises(UserError, match="no such folder; expected a folder or the id"):
         import_gate(str(tmp_path / "nowhere"), tmp_path / "gate")

@@ -172,10 +172,10 @@ def test_gates_for_prefill_have_no_finished_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda at: edited(at, model_type="llama"), "model_type=llama: accepted are qwen2, qwen3"),
+        (lambda at: edited(at, model_type="llama"), "model_type=llama: expected qwen2, qwen3"),
         (lambda at: edited(at, base_model=None), "no key base_model"),
-        (lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"), "seerattn_q_head_pooling_type=Qorig: accepted are Qproj"),
-        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"), "seerattn_k_seq_pooling_type=Kmed: accepted are poolings"),
+        (lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"), "seerattn_q_head_pooling_type=Qorig: expected Qproj"),
+        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"), "seerattn_k_seq_pooling_type=Kmed: expected poolings"),
         (lambda at: edited(at, seerattn_k_seq_pooling_type="Kavgavg"), "the gates differ from ours: gate.k_pool"),
         (
             lambda at: edited(at, seerattn_gate_hidden_size=8, seerattn_q_head_pooling_type="Qavg"),

@@ -52,11 +52,11 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
         )
     cases = {
         ("--host", "no.such.host.invalid"): "--host no.such.host.invalid: ",
-        ("--port", "70000"): "--port 70000: accepted is an integer in [0, 65535]",
-        ("--port", "many"): "--port many: accepted is an integer in [0, 65535]",
-        ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: accepted are printable ASCII characters without spaces",
-        ("--api-key", ""): "--api-key or MSATTN_API_KEY: accepted are printable",
-        ("server.pages=0",): "server.pages=0: accepted is an integer in [1, 1e9], or null",
+        ("--port", "70000"): "--port 70000: expected an integer in [0, 65535]",
+        ("--port", "many"): "--port many: expected an integer in [0, 65535]",
+        ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces",
+        ("--api-key", ""): "--api-key or MSATTN_API_KEY: expected printable",
+        ("server.pages=0",): "server.pages=0: expected an integer in [1, 1e9], or null",
         ("artifacts.gate=nowhere",): "nowhere",
     }
     for arguments, says in cases.items():

@@ -38,9 +38,9 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
     [
         ({"prompt": ""}, "prompt", "it is empty"),
         ({"prompt": [""]}, "prompt", "it is empty"),
-        ({"prompt": ["a", "b"]}, "prompt", "accepted is one text"),
-        ({"prompt": None}, "prompt", "prompt=null: accepted is one text"),
-        ({"prompt": [-1]}, "prompt", "accepted is one text"),
+        ({"prompt": ["a", "b"]}, "prompt", "expected one text"),
+        ({"prompt": None}, "prompt", "prompt=null: expected one text"),
+        ({"prompt": [-1]}, "prompt", "expected one text"),
         ({"prompt": [4096]}, "prompt", "token 4096 is none of the 4096 of the model"),
         ({"prompt": "a b " * 4000}, "prompt", "exceed the 4096 tokens of a request"),
         ({"prompt": "a" * 140_000}, "prompt", "140000 characters exceed the 4096 tokens of a request; shorten"),

@@ -35,9 +35,9 @@ ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "time": ({**ROUTED, "measure_time": True}, "measure_recall and measure_time are not supported"),
 }
 CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
-    "page": ({"page_size": 24}, "page_size=24: accepted are multiples of 16, the block size of the selection"),
-    "tokens": ({"max_batch_tokens": 31}, "max_batch_tokens, server.batch_tokens=31: accepted are 32 or more, two blocks"),
-    "offload": ({"cpu_offload_space": 0.5}, "cpu_offload_space=0.5: accepted is 0"),
+    "page": ({"page_size": 24}, "page_size=24: expected a multiple of 16, the block size of the selection"),
+    "tokens": ({"max_batch_tokens": 31}, "max_batch_tokens, server.batch_tokens=31: expected 32 or more, two blocks"),
+    "offload": ({"cpu_offload_space": 0.5}, "cpu_offload_space=0.5: expected 0"),
     "prompts": ({"use_cuda_graph": True}, "use_cuda_graph=True: prompts are not captured"),
     "both": ({"use_cuda_graph": (True, True)}, "use_cuda_graph="),
     "level": ({"default_compile_level": 1}, "default_compile_level"),

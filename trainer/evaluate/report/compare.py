@@ -60,7 +60,7 @@ class Comparison(NamedTuple):
 def read_results(folder: str) -> dict[str, Any]:
     """Returns the content of ``results.json`` of another evaluation; UserError if there is none, or it is malformed."""
     path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
-    accepted = "accepted is the folder of an earlier msattn eval, which holds results.json"
+    accepted = "expected the folder of an earlier msattn eval, which holds results.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         _rows(found)

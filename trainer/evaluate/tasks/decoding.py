@@ -99,7 +99,7 @@ def run(job: Job) -> list[EvalRow]:
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
     if not methods.bucket_routings and probes > buckets:
-        raise UserError(f"probes={probes}: accepted are 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
+        raise UserError(f"probes={probes}: expected 0 to {buckets}, the number of buckets (model.presets.num_buckets)")
     for routing in methods.bucket_routings:
         routing.settings([probes])
 

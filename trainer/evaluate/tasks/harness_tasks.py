@@ -124,7 +124,7 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
     if getattr(task, "UNSAFE_CODE", False):
         raise UserError(f"{given}: the task runs code that the model writes; only lm_eval's own command does that")
     if getattr(task, "MULTIMODAL", False):
-        raise UserError(f"{given}: the task has images or sound; accepted are tasks of text")
+        raise UserError(f"{given}: the task has images or sound; expected a text task")
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     bounds = cfg.eval.harness.bins

@@ -72,7 +72,7 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
     config, num_buckets = model.config, cfg.kmeans.num_buckets
     num_keys = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
     if num_buckets > num_keys:
-        raise UserError(f"kmeans.num_buckets={num_buckets}: accepted are at most {num_keys}, the number of keys")
+        raise UserError(f"kmeans.num_buckets={num_buckets}: expected at most {num_keys}, the number of keys")
     heads = -(-len(models.served_layers(config)) // processes) * models.num_kv_heads(config)
     needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
     free = free_memory() // processes

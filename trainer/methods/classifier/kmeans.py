@@ -104,7 +104,7 @@ def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetai
     if details.layers[-1] >= model["num_layers"]:
         raise UserError(f"{where}: details.layers={details.layers}: the model has {model['num_layers']} layers")
     if centroids is None or centroids.ndim != 4 or not centroids.shape[2]:
-        raise UserError(f"{where}: accepted is a tensor {name} [layers, key/value heads, buckets, head size]")
+        raise UserError(f"{where}: expected a tensor {name} [layers, key/value heads, buckets, head size]")
     buckets = centroids.shape[2]
     if details.serving.probes > buckets or max(details.serving.dense_layers, default=0) >= model["num_layers"]:
         raise UserError(f"{where}: details.serving asks for more than {buckets} buckets or {model['num_layers']} layers")

@@ -86,7 +86,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
         accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]  # classifiers of a layer
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
-            raise UserError(f"artifact {path}: accepted is a tensor weight_out [layers, heads, hidden, buckets]")
+            raise UserError(f"artifact {path}: expected a tensor weight_out [layers, heads, hidden, buckets]")
         with torch.device("meta"):
             partition = KMeans(torch.empty(centroids), details.layers, details.rope)
             qmodel = cls(partition, *weight_out.shape[1:3], residual=details.residual)

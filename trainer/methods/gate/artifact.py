@@ -79,10 +79,10 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
         Raises UserError if they are for another phase, or the tensors are not those of ``num_gates`` gates.
         """
         if cfg.phase != cls.phase:
-            raise UserError(f"artifact {artifact.path}: details.gate.phase={cfg.phase}: accepted is {cls.phase}")
+            raise UserError(f"artifact {artifact.path}: details.gate.phase={cfg.phase}: expected {cls.phase}")
         expected = 1 + (4 if cfg.qk_norm else 2) * num_gates
         if len(artifact.tensors) != expected:  # before modules are built
-            raise UserError(f"artifact {artifact.path}: {len(artifact.tensors)} tensors, accepted are {expected}")
+            raise UserError(f"artifact {artifact.path}: {len(artifact.tensors)} tensors, expected {expected}")
         shape = Shape(*(artifact.manifest["model"][name] for name in Shape._fields))
         with torch.device("meta"):
             gate = cls(shape, cfg, torch.empty((cfg.hidden or shape.head_dim) // 2), **options)

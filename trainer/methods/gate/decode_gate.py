@@ -88,7 +88,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         Raises UserError: a layer keeps the model's own attention, or computes other scores than Llama's.
         """
         if not models.family_of(config).llama_layers or len(models.served_layers(config)) < models.num_layers(config):
-            raise UserError("gate.phase=decode: accepted are models whose layers are Llama's, with full attention")
+            raise UserError("gate.phase=decode: expected a model whose layers are Llama's, with full attention")
         shape, inv_freq = cls.of_model(config, cfg)
         num_blocks = -(-models.max_length(config) // cfg.block_size)
         return cls(shape, cfg, inv_freq, num_blocks=num_blocks, finished_at=finished_at)

@@ -56,7 +56,7 @@ class UntrainedRouter(Router):
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int) -> None:
         super().__init__()
-        require(num_buckets >= 1, "num_buckets", num_buckets, "accepted are 1 or more buckets")
+        require(num_buckets >= 1, "num_buckets", num_buckets, "expected 1 or more buckets")
         self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads
 
     @classmethod

@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Loads the tokenizer of ``--tokenizer`` from files that are checked first."""
     tokenizer = tokenizers.load_tokenizer(ModelFiles(f"--tokenizer={folder}", folder))
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or None in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        raise UserError(f"--tokenizer={folder}: accepted is a fast tokenizer with a BOS and an EOS token")
+        raise UserError(f"--tokenizer={folder}: expected a fast tokenizer with a BOS and an EOS token")
     return tokenizer
 
 

@@ -53,9 +53,9 @@ def install_layers(
 def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
     """Raises UserError for a cache of which :func:`install_layers` cannot take over the layers ``replaced``."""
     if not isinstance(cache, DynamicCache | StaticCache):
-        raise UserError(f"past_key_values: {type(cache).__name__} is not supported; accepted are DynamicCache and StaticCache")
+        raise UserError(f"past_key_values: {type(cache).__name__} is not supported; expected a DynamicCache or StaticCache")
     if len(replaced) < num_layers and isinstance(cache, StaticCache):
-        raise UserError("past_key_values: accepted is a DynamicCache, because some layers keep the model's own attention")
+        raise UserError("past_key_values: expected a DynamicCache, because some layers keep the model's own attention")
     held = [cache.layers[number] for number in replaced if number < len(cache.layers)]
     other = sorted({type(layer).__name__ for layer in held if not _is_replaceable(layer)})
     lazy = getattr(cache, "layer_class_to_replicate", None)
@@ -63,7 +63,7 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
         other = [lazy.__name__]
     if other or cache.offloading:
         kind = "an offloaded cache" if cache.offloading else f"{type(cache).__name__} with layers of type {', '.join(other)}"
-        raise UserError(f"past_key_values: {kind} cannot be read sparsely; accepted are DynamicCache and StaticCache")
+        raise UserError(f"past_key_values: {kind} cannot be read sparsely; expected a DynamicCache or StaticCache")
 
 
 def can_crop(cache: Cache) -> bool:

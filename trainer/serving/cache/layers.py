@@ -87,7 +87,7 @@ class GrowingLayer(DynamicLayer):
         """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had another meaning once."""
         change = int(tokens_to_remove)  # assisted decoding gives a tensor
         if change > 0:
-            raise UserError(f"crop({change}): accepted are negative numbers, of the tokens to remove")
+            raise UserError(f"crop({change}): expected a negative number, of tokens to remove")
         self._set_length(max(0, self.get_seq_length() + change))
 
     def _set_length(self, length: int) -> None:
@@ -352,7 +352,7 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
         return
     if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
         there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
-        raise UserError(f"past_key_values: it holds {there}; accepted is {here}, as in this pass")
+        raise UserError(f"past_key_values: it holds {there}; expected {here}, as in this pass")
 
 
 class ClusterLayer(BlockLayer):

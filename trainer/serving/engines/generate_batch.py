@@ -85,7 +85,7 @@ class Managers:
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
         """Stands in for ``generate_batch``, which would log a refused prompt and return no answer."""
         if torch.is_inference_mode_enabled():
-            raise UserError("generate_batch: called in torch.inference_mode(); accepted is torch.no_grad(), or neither")
+            raise UserError("generate_batch: called in torch.inference_mode(); use torch.no_grad() or neither")
         for prompt in inputs:
             check_prompt(prompt, self.model.config)
         return self.original_batch(inputs, *args, **kwargs)
@@ -153,9 +153,9 @@ def _ended() -> None:
 def check_attached(model: Any, sparse: Sparse) -> None:
     """Raises UserError unless what is attached to ``model`` can be served over pages."""
     if not is_tapped(model.config):
-        raise UserError("generate_batch: accepted are language models, not models with images")
+        raise UserError("generate_batch: expected a language model, not one with images")
     if any(getattr(getattr(layer, "self_attn", None), "sinks", None) is not None for layer in decoder(model).layers):
-        raise UserError("generate_batch: attention sinks are not supported; accepted is model.generate")
+        raise UserError("generate_batch: attention sinks are not supported; use model.generate")
     check_paged(decoder(model).config, sparse, "generate_batch")
 
 
@@ -167,14 +167,14 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     kinds = getattr(config, "layer_types", None)  # without any, transformers keeps the cache of a window as one
     windows = kinds is None and getattr(config, "sliding_window", None) is not None
     if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"{engine}: layers with a sliding window are not supported; accepted is model.generate")
+        raise UserError(f"{engine}: layers with a sliding window are not supported; use model.generate")
     if sparse.measure_recall or sparse.statistics.timer is not None:
-        raise UserError(f"{engine}: measure_recall and measure_time are not supported; accepted is model.generate")
+        raise UserError(f"{engine}: measure_recall and measure_time are not supported; use model.generate")
     policy = None if sparse.selection is None else sparse.selection.policy
     if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
-        raise UserError(f"{engine}: select.policy=multiscale reads no pages; accepted are the other policies")
+        raise UserError(f"{engine}: select.policy=multiscale reads no pages; use another policy")
     if sparse.gate is not None and sparse.gate.cfg.rope == "model":
-        raise UserError(f"{engine}: pages pool keys before RoPE; accepted are gates with gate.rope=true or false")
+        raise UserError(f"{engine}: pages pool keys before RoPE; expected a gate with gate.rope=true or false")
     routed = sparse.routed
     if routed is None:
         return
@@ -189,7 +189,7 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
     """Raises UserError, which calls it ``name``, for pages that do not hold whole blocks of the selection."""
     block, _ = sparse.paged.chunks
-    require(size % block == 0, name, size, f"accepted are multiples of {block}, the block size of the selection")
+    require(size % block == 0, name, size, f"expected a multiple of {block}, the block size of the selection")
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
@@ -197,20 +197,20 @@ def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     check_page_size(config.page_size, sparse)
     tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
     keys = "max_batch_tokens, server.batch_tokens"
-    require(tokens is None or tokens >= least, keys, tokens, f"accepted are {least} or more, two blocks")
-    require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "accepted is 0")
+    require(tokens is None or tokens >= least, keys, tokens, f"expected {least} or more, two blocks")
+    require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "expected 0")
     compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
     require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")
     graphs = config.use_cuda_graph
     prompts = graphs if isinstance(graphs, bool) else graphs is not None and graphs[0]
-    require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; accepted are False and (False, True)")
+    require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; expected False or (False, True)")
 
 
 def check_prompt(ids: Sequence[int], config: Any) -> None:
     """Raises UserError for a prompt without tokens, with more than the model has positions for, or with ids that are none."""
     size = text_config(config).vocab_size
-    require(len(ids) > 0, "input_ids", list(ids), "accepted is one token or more")
-    require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"accepted are 0 to {size - 1}")
+    require(len(ids) > 0, "input_ids", list(ids), "expected one token or more")
+    require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"expected 0 to {size - 1}")
     check_length(config, len(ids), f"prompt of {len(ids)} tokens")
 
 

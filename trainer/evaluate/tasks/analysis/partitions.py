@@ -173,4 +173,4 @@ def check_model_has(cfg: EvalRunConfig, loaded: Loaded) -> None:
     for key, name, count in counts:
         given = getattr(settings, key) or []
         if max(given, default=0) >= count:
-            raise UserError(f"eval.analysis.{key}={given}: accepted are 0 to {count - 1}, as the model has {count} {name}")
+            raise UserError(f"eval.analysis.{key}={given}: expected 0 to {count - 1}, as the model has {count} {name}")

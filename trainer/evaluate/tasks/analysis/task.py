@@ -72,7 +72,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     partitions.check_model_has(cfg, loaded)
     window, length = partitions.window_of(cfg, partitions.with_k_means(methods)), cfg.eval.analysis.length
     if length <= window.size:
-        raise UserError(f"eval.analysis.length={length}: accepted is more than recent + sink = {window.size} tokens")
+        raise UserError(f"eval.analysis.length={length}: expected more than recent + sink = {window.size} tokens")
 
 
 def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:

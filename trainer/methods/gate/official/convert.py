@@ -35,7 +35,7 @@ def import_gate(
     artifacts.check_writable(folder, overwrite)
     local = local_folder(source)
     if local is None and not is_hub_id(source):
-        raise UserError(f"import-gate {shown(source)}: no such folder; accepted is a folder or the id of a Hub repository")
+        raise UserError(f"import-gate {shown(source)}: no such folder; expected a folder or the id of a Hub repository")
     files = ModelFiles(f"import-gate {shown(source)}", source if local is None else local).at_one_commit()
     config = pretrained_config(files)
     models.check_supported(config)

@@ -91,10 +91,10 @@ def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
     official = checked(files.config(), OfficialConfig, where)
     q_pooling, k_pooling = official.seerattn_q_head_pooling_type, K_POOLING.fullmatch(official.seerattn_k_seq_pooling_type)
     if q_pooling not in Q_POOLINGS:
-        raise UserError(f"{where}: seerattn_q_head_pooling_type={q_pooling:.60}: accepted are {', '.join(Q_POOLINGS)}")
+        raise UserError(f"{where}: seerattn_q_head_pooling_type={q_pooling:.60}: expected {', '.join(Q_POOLINGS)}")
     if k_pooling is None:
         named = f"seerattn_k_seq_pooling_type={official.seerattn_k_seq_pooling_type:.60}"
-        raise UserError(f"{where}: {named}: accepted are poolings, as Kmaxminavg")
+        raise UserError(f"{where}: {named}: expected poolings such as Kmaxminavg")
     try:
         cfg = GateConfig(
             phase="decode",

@@ -23,7 +23,7 @@ POOLING = re.compile(r"max|min|avg")
 def check_family(files: ModelFiles, accepted: tuple[str, ...]) -> None:
     """Raises UserError for a model of a family for which there are no gates."""
     if (family := files.config().get("model_type")) not in accepted:
-        raise UserError(f"{files.name}: config.json: model_type={family!s:.60}: accepted are {', '.join(accepted)}")
+        raise UserError(f"{files.name}: config.json: model_type={family!s:.60}: expected {', '.join(accepted)}")
 
 
 def rotation_factor(files: ModelFiles, config: "PretrainedConfig", hidden: int) -> float:
@@ -67,7 +67,7 @@ def _load(files: ModelFiles) -> dict[str, Any]:
     name = next((name for name in WEIGHTS if files.find(name) is not None), None)
     path = None if name is None else files.find(name)
     if path is None:
-        raise UserError(f"{files.name}: there are no gates; accepted is {' or '.join(WEIGHTS)}")
+        raise UserError(f"{files.name}: there are no gates; expected {' or '.join(WEIGHTS)}")
     where = f"{files.name}: {name} does not hold weights alone"
     if path.suffix == ".safetensors" or name == WEIGHTS[0]:
         limited(lambda: load_file(path) and None, where)

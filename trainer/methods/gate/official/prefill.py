@@ -72,7 +72,7 @@ def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
     pools = GATE_TYPE.fullmatch(official.seerattn_gate_type)
     if pools is None:
         raise UserError(
-            f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: accepted are poolings, as Qavg_Kmaxminavg"
+            f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: expected poolings such as Qavg_Kmaxminavg"
         )
     q_pool, k_pool = (POOLING.findall(text) for text in pools.groups())
     try:

@@ -143,7 +143,7 @@ class Service:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send other types from any page without asking the server
-            raise ApiError(415, f"Content-Type: {shown(kind)}: accepted is application/json")
+            raise ApiError(415, f"Content-Type: {shown(kind)}: expected application/json")
         too_large = ApiError(413, f"the body exceeds {self._max_body} bytes (server.max_body_mb)", code="body_too_large")
         if int(request.headers.get("content-length", "0")) > self._max_body:  # the HTTP parser has checked the number
             raise too_large

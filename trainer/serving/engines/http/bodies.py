@@ -46,7 +46,7 @@ def _one_prompt(given: Any) -> str | list[int]:
         raise ValueError("it is empty; give some text")
     if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)):
         return given
-    raise ValueError("accepted is one text, or one list of tokens")
+    raise ValueError("expected one text, or one list of tokens")
 
 
 def _as_parts(content: Any) -> Any:

@@ -320,7 +320,7 @@ def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]
     remedy = "use msattn generate" if sparse is None or never or capped else "give dense=true, or use msattn generate"
 
     def refused(error: Exception) -> UserError:
-        reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; accepted is model.generate")
+        reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
         return UserError(f"serve: continuous batching does not serve this model ({reason}); {remedy}")
 
     try:

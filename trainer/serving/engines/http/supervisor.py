@@ -28,7 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f"--host {shown(host)}: {first_line(error)}; accepted is an address of this machine") from error
+        raise UserError(f"--host {shown(host)}: {first_line(error)}; expected an address of this machine") from error
     except OSError as error:
         raise UserError(f"{where}: {getattr(error, 'strerror', None) or error}; give another one, e.g. --port 0") from error
     return bound

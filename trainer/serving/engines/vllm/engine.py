@@ -53,7 +53,7 @@ def options_of(config: Any) -> AttachOptions:
 def check_engine(config: Any) -> None:
     """Raises UserError for parts of vLLM that the backend does not serve."""
     parallel, cache = config.parallel_config, config.cache_config
-    require(cache.block_size in PAGE_SIZES, "block_size", cache.block_size, f"accepted are {', '.join(map(str, PAGE_SIZES))}")
+    require(cache.block_size in PAGE_SIZES, "block_size", cache.block_size, f"expected {', '.join(map(str, PAGE_SIZES))}")
     refused = {
         "speculative decoding": config.speculative_config is not None,
         "KV transfer": config.kv_transfer_config is not None,  # pages would come without their buckets
@@ -81,7 +81,7 @@ def _shard(config: Any) -> HeadShard:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     ranks, heads = get_tensor_model_parallel_world_size(), num_kv_heads(config.model_config.hf_text_config)
-    require(heads % ranks == 0, "tensor_parallel_size", ranks, f"accepted are divisors of the {heads} key/value heads")
+    require(heads % ranks == 0, "tensor_parallel_size", ranks, f"expected a divisor of the {heads} key/value heads")
     return HeadShard(get_tensor_model_parallel_rank(), ranks)
 
 
