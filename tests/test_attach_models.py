@@ -108,11 +108,11 @@ def adapted(folder: Path) -> Any:
 
 
 MODELS: dict[Callable[[Path], Any], str | None] = {  # with the warning of attach
-    quantized_to_int8: "weights are quantized or offloaded",
-    with_tensor_subclasses: "weights are quantized or offloaded",
-    with_other_modules: "weights are quantized or offloaded",
-    with_packed_weights: "weights are quantized or offloaded",
-    offloaded: "weights are quantized or offloaded",
+    quantized_to_int8: "weights are quantized, offloaded",
+    with_tensor_subclasses: "weights are quantized, offloaded",
+    with_other_modules: "weights are quantized, offloaded",
+    with_packed_weights: "weights are quantized, offloaded",
+    offloaded: "weights are quantized, offloaded",
     fine_tuned: "its weights_hash is",
     with_one_more_token: "its config_hash is",
     without_head: None,

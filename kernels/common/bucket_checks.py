@@ -102,7 +102,7 @@ def check_probe_buckets(
     if not 0 <= probes <= num_buckets:
         raise ValueError(f"probes={probes!r}: expected 0 to {num_buckets}, the number of buckets")
     if (sizes is None) != (threshold is None):
-        raise ValueError(f"threshold={threshold!r}: expected with sizes, and without them None")
+        raise ValueError(f"threshold={threshold!r}: expected a number with sizes, and None without")
     if threshold is not None and not 0 <= threshold < math.inf:
         raise ValueError(f"threshold={threshold!r}: expected a finite number, 0 or more")
     if sizes is not None:

@@ -114,7 +114,7 @@ def test_reset_and_exit(chat: Callable[..., tuple]) -> None:
 def test_unknown_commands_are_refused_and_paths_are_messages(chat: Callable[..., tuple]) -> None:
     code, (shown, rest), statistics, _ = chat("/quit\n/reset now\n/usr/bin/python\n", *DENSE)
     assert (code, rest.strip(), len(statistics)) == (0, "", 1)
-    accepted = "accepted commands are /reset, /help, /exit\n"
+    accepted = "the commands are /reset, /help, /exit\n"
     assert shown.startswith(f"/quit: {accepted}/reset: {accepted}")
 
 

@@ -61,9 +61,9 @@ def test_mixed_models_list_their_layers(here: Path) -> None:
     assert rows["sparse"].startswith("layers 1, 4 of 5: prompts with gates")
     assert rows["dense"].splitlines() == [
         "layers 0, 2 to 3, each because it attends through a sliding window of 24 tokens",
-        "whatever is below break-even",
+        "all passes below the break-even lengths",
     ]
-    assert rows["KV cache"] == "0.25 KiB a token, 0.0625 MiB in full (16 bits), of the layers that may be sparse"
+    assert rows["KV cache"] == "0.25 KiB per token, 0.0625 MiB when full (16 bits), for the layers that can be sparse"
 
 
 def test_artifacts_are_found_by_the_configuration(here: Path) -> None:

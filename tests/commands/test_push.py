@@ -196,11 +196,11 @@ def test_names_folders_and_tokens_are_refused_before_any_request(
     (run_folder / "gate" / "model.safetensors").write_bytes(b"damaged")
     assert "is damaged" in push(run_folder, NAME)[1]
     monkeypatch.setenv("HF_TOKEN", "hf_a\x01b")
-    assert "has characters that no token has" in push(run_folder / "qmodel", NAME)[1]
+    assert "has invalid characters" in push(run_folder / "qmodel", NAME)[1]
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     code, out = push(run_folder / "qmodel", NAME)
     assert code == 2
-    assert "log in with `hf auth login`, or set HF_TOKEN" in out
+    assert "run `hf auth login` or set HF_TOKEN" in out
     assert not hub.calls
 
 
@@ -260,7 +260,7 @@ def test_no_permission_no_network_and_public_repositories(
 def test_modules_that_are_no_artifact_are_not_pushed(hub: Hub) -> None:
     from msattn.trainer.config import GateConfig
 
-    with pytest.raises(UserError, match="this Gate is no artifact yet"):
+    with pytest.raises(UserError, match="this Gate is not an artifact yet"):
         Gate.build(tiny_model().config, GateConfig()).push_to_hub(NAME)
     changed = KMeans.load(SHIPPED / "kmeans")
     changed.centroids += 1

@@ -93,7 +93,7 @@ def test_every_option_composes(group: str) -> None:
         ("train-gate", "data.seq_len=32", "gate.block_size=64: at most data.seq_len=32"),
         ("train-gate", "gate.loss=mze", "gate.loss=mze: expected mse, kl, smooth_l1 (did you mean mse?)"),
         ("train-gate", "gate.target=sum", "gate.target=sum: expected max, mass, mean_mass"),
-        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: expected only with gate.phase=decode"),
+        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: allowed only with gate.phase=decode"),
         ("train-gate", "gate.q_pool=[avg,avg]", "gate.q_pool=['avg', 'avg']: one or more of avg, max, min, each once"),
         ("train-gate", "train.steps=0", "train.steps=0: expected an integer in [1, 1e7]"),
         ("train-gate", "train.steps=true", "train.steps=True: expected an integer in [1, 1e7]"),

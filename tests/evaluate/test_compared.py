@@ -106,7 +106,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
 
     def calibrated(cfg: EvalRunConfig) -> dict[str, compared.ComparedSelection]:
         found = calibration.calibrate_selections(compared.find_compared(cfg, loaded, torch.device("cpu")), cfg, loaded)
-        assert any(note.startswith("gate: its artifact holds no thresholds for this selection") for note in found.notes)
+        assert any(note.startswith("gate: its artifact has no thresholds for this selection") for note in found.notes)
         return {str(method.method): method for method in found.block_selections}
 
     first = calibrated(cfg)

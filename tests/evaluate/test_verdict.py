@@ -60,7 +60,7 @@ def test_the_best_methods_of_both_kinds_and_ties() -> None:
     }  # fmt: skip
     assert [line.outcome for line in lines] == [1, 0, 1]
     (sentence,) = sentences([], lines)
-    assert "wins in perplexity above dense (prefill) and needles found (decoding); ties (" in sentence
+    assert "wins on perplexity above dense (prefill) and needles found (decoding); ties (" in sentence
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(PREFILL + DECODING, console)
     text = console.export_text()
@@ -100,7 +100,7 @@ def test_dense_attention_that_finds_nothing_judges_nothing() -> None:
     lost = [needle("dense", "", 0, 1.0, ratio_to_dense=1.0)]
     lost += [needle(name, "sparsity 0.9", 0, 0.1, ratio_to_dense=None) for name in ("gate", "quest")]
     assert verdict(lost) == []
-    assert sentences(lost, []) == ["needle, 4,096 tokens: dense finds nothing; this task says nothing here."]
+    assert sentences(lost, []) == ["needle, 4,096 tokens: dense attention finds nothing, so this task is not judged."]
     longer = needle("gate", "sparsity 0.9", 0, 0.1, length=32768, ratio_to_dense=None)
     (line,) = verdict([needle("gate", "sparsity 0.9", 9, 0.1), longer])
     assert line.cells["best trained"] == "gate: 90.0%"

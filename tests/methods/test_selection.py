@@ -264,7 +264,7 @@ def test_gate_scores_need_a_gate(scores):
 
 def test_the_a_shape_needs_measured_spans():
     with pytest.raises(
-        UserError, match=r"^select.scores=a_shape: needs spans that msattn eval measures on text; sink_local has"
+        UserError, match=r"^select.scores=a_shape: needs spans that msattn eval measures on text; sink_local uses"
     ):
         select.Selection.from_config(SelectConfig(scores="a_shape"))
 

@@ -86,7 +86,7 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        ("mistral", {"sliding_window": 64}, "no layer can be sparse; of layer 0: it attends through a sliding window of 64"),
+        ("mistral", {"sliding_window": 64}, "no layer can be sparse; layer 0: it attends through a sliding window of 64"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: expected causal attention"),
         ("gpt_neox", {}, "model_type=gpt_neox: expected one of the decoders llama, mistral, qwen2, qwen3"),
         ("deepseek_v3", {}, "multi-head latent attention"),

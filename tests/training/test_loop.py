@@ -209,5 +209,5 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="training data are empty"):
+    with pytest.raises(UserError, match="there are no training data"):
         run(Regression(), tmp_path, dataset=Points(0))

@@ -25,9 +25,9 @@ FILES = (WEIGHTS, CONFIG, MANIFEST, CARD)
 PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))  # in a repository: an artifact, or one of each kind
 MAX_CARD_BYTES = 1_000_000
 REFUSALS = {
-    401: "the Hub does not accept the token; `hf auth login` or HF_TOKEN gives another one",
-    403: "the token has no permission to write there",
-    404: "there is no such repository, or the token may not see it",
+    401: "the Hub rejected the token; set another one with `hf auth login` or HF_TOKEN",
+    403: "the token has no permission to write to it",
+    404: "there is no such repository, or the token has no access to it",
 }
 
 
@@ -148,9 +148,9 @@ def _checked_token(token: str | None) -> str:
 
     found = get_token() if token is None else token
     if not found:
-        raise UserError("push: there is no token for the Hugging Face Hub; log in with `hf auth login`, or set HF_TOKEN")
+        raise UserError("push: there is no token for the Hugging Face Hub; run `hf auth login` or set HF_TOKEN")
     if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
-        raise UserError("push: the token for the Hugging Face Hub has characters that no token has")
+        raise UserError("push: the token for the Hugging Face Hub has invalid characters")
     return found
 
 

@@ -129,11 +129,11 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
         field = differing[0]
         warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
         if made_for.get("id") == fingerprint.get("id"):
-            warning += "; both have this name, so another model.name= keeps their artifacts apart"
+            warning += "; both models have this name, so set model.name= to keep their artifacts apart"
     elif made_for.get("weights_hash") is None:
-        warning = f"{origin}: its manifest does not identify the weights of that model, so they were not compared"
+        warning = f"{origin}: its manifest does not identify that model's weights, so these were not compared"
     elif unknown:
-        warning = f"{origin}: this model's weights are quantized or offloaded, or divided among ranks, and were not compared"
+        warning = f"{origin}: this model's weights are quantized, offloaded or divided among ranks, so they were not compared"
     else:
         return None
     if strict or set(differing) & set(SHAPE_FIELDS):

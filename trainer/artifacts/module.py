@@ -57,7 +57,7 @@ class ArtifactModule(nn.Module):
         """
         name = type(self).__name__
         if self.artifact is None:
-            raise UserError(f"push_to_hub: this {name} is no artifact yet; load it from the folder that it was written to")
+            raise UserError(f"push_to_hub: this {name} is not an artifact yet; load it from the folder where it was saved")
         if content_hash(dict(self.state_dict())) != self.artifact.manifest["content_hash"]:
             raise UserError(f"push_to_hub: the weights of this {name} differ from those of artifact {self.artifact.path}")
         return push(repository, {"": self.artifact}, private=private, token=token)

@@ -41,7 +41,9 @@ def check_writable(folder: Path, overwrite: bool = False, *, marker: str = MANIF
         if not overwrite:
             raise UserError(f"{folder}: an artifact already exists; overwrite=true replaces it, another name= keeps both")
     elif os.path.exists(folder) and (not os.path.isdir(folder) or _holds_files(folder)):
-        raise UserError(f"{folder}: the folder holds files that are not an artifact; choose another name= or outputs=")
+        raise UserError(
+            f"{folder}: the folder contains files that are not part of an artifact; choose another name= or outputs="
+        )
     existing = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         raise UserError(f"outputs={folder}: no permission to write below {existing}")

@@ -96,4 +96,4 @@ def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_
     else:
         what = f"gates of {layers} and {shape['num_heads']} heads, {blocks}, poolings {'+'.join(cfg.q_pool)} and {pools}"
         use = "select=threshold (select.threshold, from 5e-4 to 5e-3) or select=topk (select.sparsity)"
-    print(f"{folder}  {what}\nThey have no calibrated thresholds: use {use}.", flush=True)
+    print(f"{folder}  {what}\nThe gates have no calibrated thresholds: use {use}.", flush=True)

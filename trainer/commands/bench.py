@@ -97,7 +97,7 @@ def _check_sweep(cfg: BenchRunConfig, shape: Shape, options: Options) -> None:
     """Raises UserError if the operation has no tiles to sweep or to tune here."""
     key = "bench.tune=true" if cfg.bench.tune else "bench.sweep=true"
     if shape.device == "cpu":
-        raise UserError(f"{key}: needs a GPU, because only Triton kernels have tiles")
+        raise UserError(f"{key}: needs a GPU, since only Triton kernels have tiles")
     swept = {kernel for kernel, _ in kernels.list_candidates(cfg.op, options.backward)}
     if not swept:
         raise UserError(f"{key}: {cfg.op} has no candidate tiles")

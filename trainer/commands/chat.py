@@ -38,8 +38,8 @@ from msattn.trainer.serving.cache.install import can_crop
 HELP = """\
 /reset   forgets the conversation
 /help    prints this list
-/exit    leaves, as Ctrl-D does
-Ctrl-C   stops an answer at its next token, and leaves at the prompt; pressed twice it stops an answer at once"""
+/exit    quits, as does Ctrl-D
+Ctrl-C   stops an answer at its next token, or at once if pressed twice; at the prompt it quits"""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _messages(prompt: str, conversation: Conversation, console: Console) -> Iter
         elif command == "/reset":
             conversation.reset()
         elif re.match(r"/[^\s/]*(\s|$)", command):  # not the path that a message may begin with
-            console.print(f"{command.split()[0]}: accepted commands are /reset, /help, /exit", style="dim", markup=False)
+            console.print(f"{command.split()[0]}: the commands are /reset, /help, /exit", style="dim", markup=False)
         elif command:
             yield line
 

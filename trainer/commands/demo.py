@@ -15,9 +15,9 @@ SHOWN = ("dense", *GATES, *BASELINES)  # methods whose answers to a prompt are p
 
 STEPS = {  # commands and what they do
     "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
-    "fit-kmeans": "Clusters the keys before RoPE into buckets by k-means.",
+    "fit-kmeans": "Clusters the keys before RoPE into buckets with k-means.",
     "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
-    "eval": "Compares them with the gate that ships with msattn, of longer training, and with methods without training.",
+    "eval": "Compares them with the shipped gate, which was trained longer, and with methods that need no training.",
 }
 
 

@@ -52,14 +52,14 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
     reason = _refusal(config)
     served = models.served_layers(config) if reason is None else list(range(layers))
     per_token = len(served) * key_bytes
-    in_full = f"{per_token / 2**10:,.4g} KiB a token, {per_token * length / 2**20:,.5g} MiB in full (16 bits)"
-    yield "KV cache", in_full if len(served) == layers else f"{in_full}, of the layers that may be sparse"
+    in_full = f"{per_token / 2**10:,.4g} KiB per token, {per_token * length / 2**20:,.5g} MiB when full (16 bits)"
+    yield "KV cache", in_full if len(served) == layers else f"{in_full}, for the layers that can be sparse"
     if reason is not None:
         yield "sparse", "nothing"
         yield "dense", reason
         return
     which = f"all {layers} layers" if len(served) == layers else f"layers {_numbers(served)} of {layers}"
-    yield "sparse", f"{which}: prompts with gates or a baseline, new tokens with buckets"
+    yield "sparse", f"{which}: prompts with gates or training-free scores, new tokens with buckets"
     yield "dense", "\n".join(_dense(cfg, config, served))
     yield from _break_even(cfg, key_bytes, length)
     own, others = _artifacts(cfg, config, outputs)
@@ -91,11 +91,11 @@ def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int])
     by_default = [layer for layer in served if layer in ((0,) if cfg.dense_layers is None else cfg.dense_layers)]
     if by_default:
         yield f"new tokens in layer {_numbers(by_default)}, by default (dense_layers)"
-    yield "whatever is below break-even"
+    yield "all passes below the break-even lengths"
 
 
 def _numbers(layers: list[int]) -> str:
-    """Returns layers as text, neighbours as a range."""
+    """Returns layers as text, with ranges for consecutive layers."""
     parts: list[list[int]] = []
     for layer in layers:
         if parts and layer == parts[-1][-1] + 1:
@@ -127,7 +127,7 @@ def _tokens(tokens: int, longest: int) -> str:
 
 
 def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> tuple[list[str], list[str]]:
-    """Returns the artifacts that commands find for this model, also the shipped ones, and others of its configuration."""
+    """Returns the artifacts that commands find for this model, including shipped ones, and others with its configuration."""
     from msattn.trainer import artifacts
     from msattn.trainer.artifacts.manifest import SHAPE_FIELDS, read_manifest
     from msattn.trainer.models.identity import config_fingerprint

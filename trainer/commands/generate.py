@@ -59,7 +59,9 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
         console.print(results[name].text, markup=False, highlight=False)
     _print_figures(results, ids.shape[1], console)
     if loaded.model.device.type == "cpu":
-        console.print("A CPU runs PyTorch instead of kernels: long sparse prompts save time, new tokens do not.")
+        console.print(
+            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long prompts, but not for new tokens."
+        )
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
             tracker.table("results", [{"attention": name, **result.figures} for name, result in results.items()])
@@ -91,4 +93,4 @@ def _print_figures(results: "dict[str, Answer]", prompt_tokens: int, console: "C
     dense, sparse = results["dense"].clock.tokens, results["sparse"].clock.tokens
     console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
-        console.print("Dense attention served where it is faster at this length; dense_below=0 reads sparsely everywhere.")
+        console.print("Attention was dense where that is faster at this length; dense_below=0 makes it sparse everywhere.")

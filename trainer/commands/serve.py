@@ -39,7 +39,7 @@ def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
 
     with bind(host, int(port)) as bound:
         if host not in LOCAL and api_key is None:
-            print_once(f"warning: --host {host} without --api-key: whoever reaches this address can use the model")
+            print_once(f"warning: --host {host} without --api-key: anyone who can reach this address can use the model")
         _serve(cfg, api_key, bound, address(bound))
 
 

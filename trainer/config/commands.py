@@ -225,7 +225,7 @@ class TrainQModelConfig(RunConfig):
             require(ok, f"qmodel.{name}", distance, f"expected less than data.seq_len={length}")
         ok = self.qmodel.source == "cache" or not self.train.compile
         require(ok, "train.compile", self.train.compile, "expected false with qmodel.source=online, which runs the model")
-        why = "expected 0: a norm over all layers would make each result depend on the layers that train with it"
+        why = "expected 0: clipping by a norm over all layers would make each layer's result depend on the others"
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 
 
@@ -360,7 +360,7 @@ class AnswerConfig(BudgetOptions, AttachConfig):
     """Keys of the commands that answer prompts with up to ``max_new_tokens`` tokens."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "a_shape": "needs spans that msattn eval measures on text; sink_local has equal spans"
+        "a_shape": "needs spans that msattn eval measures on text; sink_local uses equal spans"
     }
     max_new_tokens: Count = key("number of tokens to generate, greedily", default=64)
 
@@ -413,7 +413,7 @@ class ServeConfig(AnswerConfig):
 
     refused: ClassVar[Mapping[str, str]] = {
         **AnswerConfig.refused,
-        "multiscale": "reads no pages of a KV cache; use another policy",
+        "multiscale": "cannot read pages of a KV cache; use another policy",
     }
     server: ServerLimits = field(default_factory=ServerLimits)
     max_new_tokens: Count = key("new tokens of a request without max_tokens", default=1024)
@@ -421,7 +421,7 @@ class ServeConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.chat is None, "chat", self.chat, "expected null: a request is a chat by its path, /v1/chat/completions")
+        require(self.chat is None, "chat", self.chat, "expected null: the path /v1/chat/completions makes a request a chat")
         given = [kind for kind, path in vars(self.artifacts).items() if path is not None]
         ok = not (self.dense and given)
         require(ok, "dense", self.dense, f"expected false with artifacts.{given[0] if given else ''}: give one of the two")

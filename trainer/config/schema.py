@@ -130,7 +130,7 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
 
 
 def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
-    """Returns the first error that pydantic found as one line with the key, its value and what is accepted.
+    """Returns the first error that pydantic found as one line with the key, its value and the accepted values.
 
     ``kind`` is the dataclass that ``values`` do not fit. An unknown key is compared with ``known``, by default its keys.
     """
@@ -155,7 +155,7 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
         case "unexpected_keyword_argument":
             return f"unknown key {shown(name)}{nearest(name, known)}"
         case "dataclass_type":
-            return f"{name}={shown(value)}: a section, whose keys are set as in section.key=value"
+            return f"{name}={shown(value)}: this is a section; set its keys as in section.key=value"
     base, choices = kind.__origin__ if get_origin(kind) is Annotated else kind, choices_of(kind)
     is_item = isinstance(value, int | float) or value in choices
     written = f"; written as {name}=[{value}]" if get_origin(base) is list and is_item else ""

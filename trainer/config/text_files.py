@@ -108,7 +108,7 @@ def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> byt
 def check_size(size: int, most: int, where: str) -> None:
     """Raises UserError for text of more than ``most`` bytes."""
     if size > most:
-        raise UserError(f"{where}: more than {most / 1e6:,.1f} MB of text, the most that fits the free memory")
+        raise UserError(f"{where}: more than {most / 1e6:,.1f} MB of text, more than fits in free memory")
 
 
 def decode(content: bytes | bytearray, where: str) -> str:

@@ -161,12 +161,12 @@ class GateConfig:
     def __post_init__(self) -> None:
         for name, pools in (("gate.q_pool", self.q_pool), ("gate.k_pool", self.k_pool)):
             require(len(set(pools)) == len(pools), name, pools, f"expected one or more of {', '.join(POOLINGS)}, each once")
-        require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "expected null or even")
+        require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "expected null or an even number")
         decode = self.phase == "decode"
         fits = not decode or self.rope != "model"
         require(fits, "gate.rope", self.rope, "expected true or false with gate.phase=decode")
         allowed = decode or not self.qk_norm
-        require(allowed, "gate.qk_norm", self.qk_norm, "expected only with gate.phase=decode")
+        require(allowed, "gate.qk_norm", self.qk_norm, "allowed only with gate.phase=decode")
 
 
 @schema("kmeans.")

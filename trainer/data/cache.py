@@ -55,7 +55,7 @@ def cached(
             return make()
         found, fault = _read(path)  # another process may have made it meanwhile
         if fault:
-            print_once(f"warning: {path} is damaged ({fault}); the {what} are made again")
+            print_once(f"warning: {path} is damaged ({fault}); the {what} will be created again")
         if found is None:
             start = time.monotonic()
             found = make()

@@ -140,7 +140,7 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
         if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
             found[name] = path
     if not found:
-        raise UserError(f"data.path={pattern}: no module of Python's standard library has such a name")
+        raise UserError(f"data.path={pattern}: no module of Python's standard library has a matching name")
     return found
 
 

@@ -60,7 +60,7 @@ def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) 
     always = always_read(needy[0].select)._replace(dense_queries=0)
     tables = kept.tables(scorers, calibrated, always)
     notes = [
-        f"{each.method}: its artifact holds no thresholds for this selection; they were measured anew."
+        f"{each.method}: its artifact has no thresholds for this selection, so they were measured now."
         for each in needy
         if each.gate is not None
     ]
@@ -84,7 +84,7 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
             items = calibration_chunks(cfg, loaded, KEY_CALIBRATION_CHUNKS)
             each.router.thresholds = calibrate_keys(each.router, loaded.model, items, **window)
             methods.notes.append(
-                f"{each.method}: its artifact holds no thresholds for shares of the keys; they were measured anew."
+                f"{each.method}: its artifact has no thresholds for shares of the keys, so they were measured now."
             )
         for share in cfg.all_keys:
             each.router.thresholds.density(share)

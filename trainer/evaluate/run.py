@@ -55,7 +55,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
     if cfg.data.source is None and reads_data(cfg):
         library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
-        print_once(f"eval reads {library}, as no text was chosen; --data FILE_OR_FOLDER names one's own")
+        print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
     found = compared.find_compared(cfg, loaded, loaded.model.device)
@@ -172,5 +172,5 @@ def _kept_path(folder: Path, old: Path) -> Path:
     stamp = datetime.fromtimestamp(old.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
     paths = (folder.with_name(f"{folder.name}-{stamp}{f'-{number}' if number else ''}") for number in count())
     kept = next(path for path in paths if not path.exists())
-    print_once(f"the earlier evaluation is now {kept}")
+    print_once(f"the earlier evaluation was moved to {kept}")
     return kept

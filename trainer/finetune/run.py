@@ -182,7 +182,7 @@ def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
         raise UserError("train.fsdp=true: accelerate shards weights on GPUs only; set train.fsdp=false on a CPU")
     if cfg.train.fsdp and num_ranks() == 1:
         raise UserError(
-            "train.fsdp=true: needs several processes, and there is one; "
+            "train.fsdp=true: needs several processes, but there is only one; "
             "torchrun --nproc-per-node 4 --no-python msattn finetune ... starts four"
         )
 

@@ -58,8 +58,8 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
         raise UserError(f"{files.name}: {reason}")
     if family not in FAMILIES and isinstance(document.get("text_config"), dict):
         raise UserError(
-            f"{files.name}: model_type={family!s:.60} is more than a language model: load it in Python, and msattn.attach "
-            "serves its decoder of text"
+            f"{files.name}: model_type={family!s:.60} is more than a language model: load it in Python and use "
+            "msattn.attach, which serves its text decoder"
         )
     if family not in FAMILIES:
         raise UserError(f"{files.name}: model_type={family!s:.60}: expected one of the decoders {', '.join(FAMILIES)}")

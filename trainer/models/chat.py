@@ -61,7 +61,7 @@ def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
     if tokenizer.chat_template is None:
-        raise UserError("chat: the tokenizer has no chat template; chat=false sends prompts as they are")
+        raise UserError("chat: the tokenizer has no chat template; chat=false sends prompts unchanged")
     return limited(
         lambda: str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)),
         "messages: the model's chat template refuses them",
@@ -71,5 +71,5 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
 def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, **options: bool) -> list[int]:
     tokens = limited(lambda: list(tokenizer(text, **options).input_ids), "prompt: the model's tokenizer refuses it")
     if not tokens:
-        raise UserError("prompt: the model's tokenizer leaves no token of it")
+        raise UserError("prompt: the model's tokenizer returns no token for it")
     return tokens

@@ -58,7 +58,7 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     first = next((name for name in WEIGHT_FILES if files.locate(name) is not None), None)
     if first is None:
         raise UserError(
-            f"{files.name}: the files there cannot be loaded (no weights, which are in one of {', '.join(WEIGHT_FILES)})"
+            f"{files.name}: the files there cannot be loaded (no weights: expected one of {', '.join(WEIGHT_FILES)})"
         )
     names = _parts(files, first) if first.endswith(INDEX) else [first]
     files.download(names)
@@ -70,7 +70,7 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     _check_size(files, config, bits * sum(part.stat().st_size for part in parts))
     if first.startswith("pytorch"):
         for part in parts:
-            limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not hold weights alone")
+            limited(lambda part=part: _check_pickle(part), f"{files.name}: {part.name} does not contain only weights")
     else:
         _check_headers(files, parts, quantized=is_quantized(config))
     return folder

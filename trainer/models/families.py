@@ -289,7 +289,7 @@ def check_supported(config: "PreTrainedConfig") -> None:
             raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number")
     layers = attention_layers(config)
     if all(layer.kept for layer in layers):
-        raise UserError(f"model: no layer can be sparse; of layer 0: {layers[0].kept}; expected a full-attention layer")
+        raise UserError(f"model: no layer can be sparse; layer 0: {layers[0].kept}; expected a full-attention layer")
 
 
 def refusal(config: Any) -> str | None:

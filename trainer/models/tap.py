@@ -174,7 +174,7 @@ def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
     kept = _kept[id(module.config)]
     if module.layer_idx not in kept.layers:
-        raise UserError("model: it shares its configuration with an attached model; give it a copy of it")
+        raise UserError("model: it shares its configuration with an attached model; give it its own copy")
     if module.layer_idx in kept.full:
         return _dense_attention
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

@@ -89,7 +89,7 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTr
         limited(lambda: _there_and_back(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
         return gguf_tokenizer(path)
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
-        raise UserError(f"{files.name}: the folder has no tokenizer (none of {', '.join((VOCABULARY, *SLOW))})")
+        raise UserError(f"{files.name}: the folder has no tokenizer (expected one of {', '.join((VOCABULARY, *SLOW))})")
 
     def load() -> Any:
         with only_errors("huggingface_hub"):

@@ -21,11 +21,11 @@ OWN = GateScores.allocation
 
 def main() -> None:
     """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact."""
-    parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate anew.")
+    parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate again.")
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
     parser.add_argument("--by-layer", action="store_true", help="a threshold for each layer instead of one for all")
     parser.add_argument("--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads, 0 to 1")
-    parser.add_argument("--mean-weight", type=float, help="the gate.mean_weight that it gets; by default its own")
+    parser.add_argument("--mean-weight", type=float, help="new gate.mean_weight; default: unchanged")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
     args = parser.parse_intermixed_args()
     if not 0 <= args.floor <= 1:

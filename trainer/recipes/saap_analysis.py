@@ -138,7 +138,7 @@ def main() -> None:
     found = compared.find_compared(cfg, loaded, loaded.model.device)
     partition = next((each.router for each in found.bucket_routings if isinstance(each.router, KMeans)), None)
     if partition is None:
-        raise UserError("artifacts.kmeans: no k-means; msattn fit-kmeans makes one")
+        raise UserError("artifacts.kmeans: no k-means; msattn fit-kmeans creates one")
     window = partitions.window_of(cfg, found)
     layers = chosen_layers(settings.layers, partition.layers)
     heads = settings.heads or list(range(models.num_kv_heads(loaded.model.config)))

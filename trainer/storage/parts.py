@@ -66,7 +66,7 @@ class FinishedParts:
             except FileNotFoundError:
                 return False
             except DamagedFile as error:
-                print_once(f"warning: {self._path(name)} is damaged ({error}); it is made again")
+                print_once(f"warning: {self._path(name)} is damaged ({error}); it will be created again")
                 return False
             self._intact.add(name)
         return True
@@ -90,7 +90,7 @@ class FinishedParts:
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
         """Returns the tensors (memory-mapped) and the note of the part ``name``; refuses a damaged one."""
         if name not in self:
-            raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again, which makes it again")
+            raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again to create it")
         tensors, note = read_hashed(self._path(name))  # it is intact, see __contains__
         return tensors, json.loads(note)
 

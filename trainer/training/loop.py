@@ -246,7 +246,7 @@ class _ShuffledPasses(Dataset[Any]):
         self.seed = seed
         self.size = len(dataset)  # pyrefly: ignore[bad-argument-type]
         if self.size == 0:
-            raise UserError("the training data are empty")
+            raise UserError("there are no training data")
         self._permutation = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:

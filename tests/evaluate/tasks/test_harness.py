@@ -267,7 +267,7 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
 
     write_task(folder, "task", [{"text": TEXT, "target": "x"}], **GENERATED)
     cfg = replace(settings(folder, "task", sparsities=[0.8]), chat=True)
-    with pytest.raises(UserError, match=r"^chat: the tokenizer has no chat template; chat=false sends prompts as they are$"):
+    with pytest.raises(UserError, match=r"^chat: the tokenizer has no chat template; chat=false sends prompts unchanged$"):
         evaluate(cfg)
     prompts: list[str] = []
     encode = HFLM.tok_batch_encode

@@ -150,8 +150,8 @@ FIRST = "model.layers.0.self_attn.attn_gate.mask_linear_k.weight"
         (lambda at: edited(at, seerattn_gate_force_double=True), "mask_linear_q.weight"),
         (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}), "has the shape [4, 47, 16], by config.json it is"),
         (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST] / 0}), "not finite"),
-        (lambda at: rewritten(at, lambda t: t | {FIRST: Code()}), "does not hold weights alone"),
-        (lambda at: (at / "attn_gate_weights.pth").write_bytes(b"junk"), "does not hold weights alone"),
+        (lambda at: rewritten(at, lambda t: t | {FIRST: Code()}), "does not contain only weights"),
+        (lambda at: (at / "attn_gate_weights.pth").write_bytes(b"junk"), "does not contain only weights"),
     ],
 )
 def test_other_files_are_refused(

@@ -164,7 +164,7 @@ def test_an_answer_without_a_way_on_fails_alone(served: Running, client: OpenAI,
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
     with monkeypatch.context() as patch:
         patch.setattr(grammar.JsonGrammar, "failed", True)
-        with pytest.raises(openai.BadRequestError, match="no token can go on with the answer under this schema"):
+        with pytest.raises(openai.BadRequestError, match="no token can continue the answer under this schema"):
             client.completions.create(**ASK, extra_body={"response_format": form})
     assert served.post(json=ASK).status_code == 200
 

@@ -23,7 +23,7 @@ TEXT_COLUMNS, NUMBERS = ("quality", "best trained", "best untrained"), ("differe
 
 
 class Line(NamedTuple):
-    """A row of the table; ``outcome`` is 1 if the trained method wins, -1 if it loses, 0 for a tie, None if it is unknown."""
+    """A row of the table; ``outcome`` is 1 if the trained method wins, -1 if it loses, 0 for a tie, None if unknown."""
 
     quality: str
     cells: dict[str, str]
@@ -49,13 +49,14 @@ def columns(lines: Sequence[Line]) -> dict[str, list[str]]:
 
 def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     """Returns a sentence on the outcomes, and one for each task that judges nothing, because dense attention scores 0."""
-    verbs = {1: "wins in", -1: "loses in", 0: "ties (the interval includes 0) in"}
+    verbs = {1: "wins on", -1: "loses on", 0: "ties (the interval includes 0) on"}
     by_outcome = {verb: [line.quality for line in lines if line.outcome == outcome] for outcome, verb in verbs.items()}
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
     shares = {row.task for row in rows if (quality := record(row.task).quality) and quality.better == 1}
     lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in shares]
-    return [f"Against the best method without training, the best trained one {said}."] * bool(said) + [
-        f"{row.task}, {row.extra['length']:,} tokens: dense finds nothing; this task says nothing here." for row in lost
+    return [f"Compared with the best untrained method, the best trained one {said}."] * bool(said) + [
+        f"{row.task}, {row.extra['length']:,} tokens: dense attention finds nothing, so this task is not judged."
+        for row in lost
     ]
 
 

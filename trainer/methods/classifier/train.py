@@ -76,7 +76,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         cache.check()
     near = 1 - job.caches[0].long_range_share()
     if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
-        print(f"{near:.1%} of the cached queries are not long-range: they come from heads with few long-range queries")
+        print(f"{near:.1%} of the cached queries are not long-range; they come from heads with few long-range queries")
     fingerprint = loaded.fingerprint
     del loaded
     release_memory()

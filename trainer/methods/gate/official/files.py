@@ -68,7 +68,7 @@ def _load(files: ModelFiles) -> dict[str, Any]:
     path = None if name is None else files.find(name)
     if path is None:
         raise UserError(f"{files.name}: there are no gates; expected {' or '.join(WEIGHTS)}")
-    where = f"{files.name}: {name} does not hold weights alone"
+    where = f"{files.name}: {name} does not contain only weights"
     if path.suffix == ".safetensors" or name == WEIGHTS[0]:
         limited(lambda: load_file(path) and None, where)
         return load_file(path)

@@ -24,7 +24,7 @@ LEAST = 1e-9  # scores are positive
 
 
 def _unmeasured() -> NoReturn:
-    raise UserError("select.scores=a_shape: needs spans that msattn eval measures on text; sink_local has equal spans")
+    raise UserError("select.scores=a_shape: needs spans that msattn eval measures on text; sink_local uses equal spans")
 
 
 @dataclass(frozen=True, eq=False)

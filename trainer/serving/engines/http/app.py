@@ -106,7 +106,7 @@ class Service:
             with self._engine.arrival():
                 async with lock:
                     if gone.done():
-                        raise ApiError(400, "the client has left before its prompt was encoded")
+                        raise ApiError(400, "the client disconnected before its prompt was encoded")
                     body = await asyncio.to_thread(read_body, data, kind, self._model, self._engine.longest)
                     prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
                     samplings = await asyncio.to_thread(self._engine.samplings, body)
@@ -157,7 +157,7 @@ class Service:
                     if len(body) > SHORT_BODY and self._held > WAITING_BODIES * self._max_body:
                         raise ApiError(503, "too many bytes of requests are waiting; try again later", code="unavailable")
         except ClientDisconnect as error:
-            raise ApiError(400, "the client has left before its body was complete") from error
+            raise ApiError(400, "the client disconnected before its body was complete") from error
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from msattn.trainer.serving.sparse import Sparse
 
-FAILED = ApiError(500, "the server failed while it generated the answer")
+FAILED = ApiError(500, "the server failed while generating the answer")
 STOPPED = ApiError(503, "the server is shutting down; the answer is not complete", code="unavailable")
-NO_WAY_ON = ApiError(400, "response_format: no token can go on with the answer under this schema", param="response_format")
+NO_WAY_ON = ApiError(400, "response_format: no token can continue the answer under this schema", param="response_format")
 STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
 
 
@@ -212,7 +212,7 @@ class Engine:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="unavailable")
         if self.fault is not None:
-            raise ApiError(503, "the server has failed and is ending", code="unavailable")
+            raise ApiError(503, "the server has failed and is shutting down", code="unavailable")
 
     def samplings(self, body: Body) -> list[Sampling]:
         """Returns the parameters of each answer that a request asks for; ApiError for a grammar that is not valid.
@@ -256,7 +256,7 @@ class Engine:
         )
         if added is None:  # the thread has ended since the check
             generation.end("failed")
-            raise ApiError(503, "the server has failed and is ending", code="unavailable")
+            raise ApiError(503, "the server has failed and is shutting down", code="unavailable")
         return generation
 
     def close(self, generation: Generation, *, running: bool) -> None:

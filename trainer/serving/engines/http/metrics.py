@@ -15,10 +15,10 @@ from msattn.trainer.training.tracker import Tracker
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
 LOG_SECONDS = 10.0  # between two logs to a tracker
 END_SECONDS = 5.0  # for the last one; reading the metrics waits for the model's pass
-STATS_SECONDS = 1.0  # for which what the model has read is kept: asking for it holds up the next pass
+STATS_SECONDS = 1.0  # what the model has read is cached for this time: asking for it delays the next pass
 STATS = {
-    "sparsity": "Share of the causally visible blocks that prompts did not read, since the start",
-    "selectivity": "Share of the visible keys that new tokens read in routed layers, since the start",
+    "sparsity": "Share of the causally visible blocks that prompts did not read, since startup",
+    "selectivity": "Share of the visible keys that new tokens read in routed layers, since startup",
 }
 
 
@@ -31,9 +31,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         kept: Any = {"registry": self._registry}
         self._requests = Counter("msattn_requests", "Requests by outcome", ["outcome"], **kept)
-        self._prompt_tokens = Counter("msattn_prompt_tokens", "Tokens of the prompts of requests that ended", **kept)
-        self._generated_tokens = Counter("msattn_generated_tokens", "New tokens of requests that ended", **kept)
-        first = "Seconds from a request's arrival in the queue to its first token"
+        self._prompt_tokens = Counter("msattn_prompt_tokens", "Prompt tokens of finished requests", **kept)
+        self._generated_tokens = Counter("msattn_generated_tokens", "New tokens of finished requests", **kept)
+        first = "Seconds from a request's entry into the queue to its first token"
         self._first_token = Histogram("msattn_time_to_first_token_seconds", first, buckets=SECONDS, **kept)
         self._duration = Histogram("msattn_request_duration_seconds", "Seconds of a request", buckets=SECONDS, **kept)
         self._registry.register(self)  # pyrefly: ignore[bad-argument-type]
@@ -56,10 +56,10 @@ class Metrics:
         """Yields the state of the engine, for the registry."""
         pages = self._engine.pages()
         state = {
-            "requests_running": ("Requests with a first token that have not ended", self._engine.running),
+            "requests_running": ("Unfinished requests with a first token", self._engine.running),
             "requests_waiting": ("Submitted requests without a first token", self._engine.waiting),
             "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
-            "cache_pages_cached": ("Unused pages that are kept for prompts with the same beginning", pages.cached),
+            "cache_pages_cached": ("Unused pages that are kept for prompts with the same prefix", pages.cached),
             "cache_pages_total": ("Pages of the KV cache", pages.total),
             **{name: (STATS[name], value) for name, value in self._latest_stats().items()},
         }

@@ -38,7 +38,7 @@ class PromptEncoder:
         except Exception as error:  # whatever a template or a tokenizer raises for a text of the client
             raise ApiError(400, f"{param}: the model's tokenizer refuses it ({first_line(error)})", param=param) from error
         if not tokens:
-            raise ApiError(400, f"{param}: no token is left of it; give some text", param=param)
+            raise ApiError(400, f"{param}: the tokenizer returns no token for it; give some text", param=param)
         left = self._longest - len(tokens)
         if left < (asked or 1):
             given, lower = ("", "") if asked is None else (f" and max_tokens={asked}", " or lower max_tokens")
