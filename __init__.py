@@ -4,10 +4,10 @@ Public API, loaded on first use so that ``import msattn`` is fast and does not i
 
 - ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through trained artifacts.
 - ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server; ``msattn.enabled`` has its ``stats()``.
-- ``msattn.register``: makes ``from_pretrained(..., attn_implementation="msattn")`` known to transformers.
+- ``msattn.register``: lets transformers load models with ``from_pretrained(..., attn_implementation="msattn")``.
 - ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
 - ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
-- ``msattn.UserError``: raised for every mistake that the caller can correct; a ``ValueError``.
+- ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct.
 - ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``.
 """
 

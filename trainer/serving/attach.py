@@ -35,48 +35,47 @@ _ENABLED = "_msattn_enabled"  # attribute of an enabled model, its context and s
 def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
-    Prompts read the blocks that ``select`` chooses, by the scores of ``gate`` or of the method that ``select`` names. New
-    tokens read the buckets, or blocks, of the router ``qmodel``, of whatever kind it is. Without ``gate`` and ``select``
-    prompts are dense, without ``qmodel`` decoding is. Leaving the context restores the model.
+    Prompts read the blocks that ``select`` chooses from the scores of ``gate``, or of the method that ``select`` names. New
+    tokens read the buckets or blocks that the router ``qmodel`` chooses. Without ``gate`` and ``select`` prefill is dense;
+    without ``qmodel`` decoding is. Leaving the context restores the model.
 
     Parameters
     ----------
-    model : a decoder of a supported family (:func:`msattn.trainer.models.families.attention_layers` says which of its layers
-        may be sparse; the others keep their own attention); also quantized, offloaded, or with PEFT adapters. Of a model with
-        images, its decoder of text is served.
+    model : a decoder of a supported family, also quantized, offloaded, or with PEFT adapters. Models with images are served
+        on their text decoder. :func:`msattn.trainer.models.families.attention_layers` says which layers can be sparse; the
+        others keep their own attention.
     **options : :class:`AttachOptions`.
 
     Yields
     ------
-    Sparse : its ``stats()`` return what was read.
+    Sparse : its ``stats()`` say how much was read.
 
     Raises
     ------
-    UserError : there is nothing to attach, an artifact has another kind or was made for another model, the model is not
-        supported, in double precision or already attached, or an argument has another type or is out of range. In a forward
-        pass: ids outside the vocabulary, inputs of another type or shape, no token, or a cache of another model or batch, or a
-        static one that is full.
+    UserError : there is nothing to attach, an artifact has the wrong kind or was made for another model, the model is not
+        supported, in double precision or already attached, or an argument has the wrong type or is out of range. In a forward
+        pass: ids outside the vocabulary, inputs of the wrong type or shape, no tokens, a cache of another model or batch, or
+        a full static cache.
 
     Notes
     -----
     Several threads may run the model at the same time. Copying (also ``copy.copy``) or pickling the model inside the context
-    raises a UserError, and so does ``backward`` outside the context with activation checkpointing, which runs the forward pass
-    again.
+    raises UserError. So does ``backward`` outside the context with activation checkpointing, because that runs the forward
+    pass again.
 
-    Passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse with a selection. A cache
-    that was filled outside the context is taken over: inverting the rotation recovers its keys before RoPE. With dynamic RoPE
-    that is not possible, and such passes are dense and count as ``dense_fallbacks``. Passes that are dense because that is
+    With a selection, passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse. A
+    cache that was filled outside the context can be used: keys before RoPE are recovered by inverting the rotation. Dynamic
+    RoPE cannot be inverted, so such passes are dense and count as ``dense_fallbacks``. Passes that are dense because this is
     faster count as ``dense_by_choice``.
 
-    If ``generate`` is given no attention mask, pad tokens before a text are padding, and those in it are tokens; transformers
-    alone masks both. Padding on the right is refused.
+    Without an attention mask, ``generate`` treats pad tokens before a text as padding and pad tokens inside the text as
+    tokens; transformers alone would mask both. Right padding is refused.
 
-    ``generate_batch`` and ``init_continuous_batching`` of the model serve many prompts over a paged cache; see
-    :meth:`Sparse.batching_config`. Managers end with the context.
+    The model's ``generate_batch`` and ``init_continuous_batching`` serve many prompts over a paged cache; see
+    :meth:`Sparse.batching_config`. Their managers end with the context.
 
-    On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs from the third one of a
-    length on. Forward hooks and adapters that are changed take effect with the next
-    pass over several tokens.
+    On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs from the third prompt of
+    a length on. Changes of forward hooks and adapters take effect at the next pass over several tokens.
     """
     check_model(model)
     functions = partial(fingerprint, model), partial(head_shard, model), partial(_move_to_model, model)
@@ -113,7 +112,7 @@ def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
 def enabled(model: "PreTrainedModel") -> Sparse | None:
     """Returns the sparse attention of an enabled model; None for other models.
 
-    A model that was loaded with ``attn_implementation="msattn"`` is enabled by its first use.
+    The first use of a model that was loaded with ``attn_implementation="msattn"`` enables it.
     """
     _, sparse = vars(model).get(_ENABLED, (None, None))
     return sparse

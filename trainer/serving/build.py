@@ -1,4 +1,4 @@
-"""Construction of the sparse attention of a model, for whatever engine runs it: transformers or vLLM."""
+"""Construction of the sparse attention of a model, for any engine that runs it: transformers or vLLM."""
 
 import sys
 import warnings
@@ -38,7 +38,7 @@ DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")  # 
 
 
 class ModelInfo(NamedTuple):
-    """The model that sparse attention is built for, in whatever engine it runs."""
+    """Description of the model that sparse attention is built for, independent of the engine."""
 
     config: "PreTrainedConfig"
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class ModelInfo(NamedTuple):
 
 
 def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
-    """Builds the sparse attention of a model of a supported family; UserError as :func:`msattn.attach`."""
+    """Builds the sparse attention of a model of a supported family; raises UserError like :func:`msattn.attach`."""
     gate, qmodel, config = options.gate, options.qmodel, model.config
     require(model.dtype != torch.float64, "model.dtype", "float64", "expected float32, float16 or bfloat16")
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
@@ -101,7 +101,7 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
 
 
 def check_options(config: "PreTrainedConfig", options: AttachOptions) -> None:
-    """Raises UserError, as :func:`msattn.attach`, for options that the model with this configuration cannot be served with."""
+    """Raises UserError, like :func:`msattn.attach`, for options that do not work with a model with this configuration."""
     check_supported(config)
     functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
     with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def _warn_once(message: str) -> None:
 
 
 def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | None, SelectConfig | None]:
-    """Returns the selection, None for dense prompts, and the configuration that it was built from, None for an object."""
+    """Returns the selection (None for dense prompts) and the configuration it was built from (None for an object)."""
     select, sparsity = options.select, options.sparsity
     if isinstance(select, Selection):
         if gate is not None:

@@ -1,7 +1,7 @@
-"""The decision how attention is computed, for contiguous and paged caches and for steps: dense, over blocks, or over buckets.
+"""Decision on how attention is computed (dense, over blocks, or over buckets), for contiguous and paged caches and for steps.
 
 A pass over several tokens, of a prompt or after cached ones, reads the blocks of a selection (SeerAttention). A pass over one
-new token, or over a few as in the verification of a draft, reads the dense window and the buckets of a router (SAAP) for each.
+new token, or over a few such as draft tokens, reads the dense window and the buckets of a router (SAAP) for each token.
 """
 
 import sys
@@ -22,9 +22,9 @@ INT32_MAX = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides by lengths how the attention of a layer is computed.
+    """Decides from lengths how the attention of a layer is computed.
 
-    Decisions are what attends, or None and the name under which the dense pass is counted, if at all.
+    A decision is what computes attention; or None, with the name under which the dense pass is counted, if it is.
     """
 
     selection: Selection | None
@@ -33,7 +33,7 @@ class Dispatch:
     routed_from: Callable[[int], int]  # number of keys from which the new tokens of so many sequences read buckets
 
     def is_prompt(self, queries: int, keys: int) -> bool:
-        """Returns whether the tokens of a pass are served together as a prompt, rather than each as a new token."""
+        """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
     def of_prompt(

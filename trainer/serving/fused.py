@@ -1,6 +1,6 @@
-"""Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the roundings of transformers.
+"""Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the same rounding as transformers.
 
-They stand in for ``module.forward``, installed by ``replaced``, so that hooks on the modules still run.
+``replaced`` installs them as ``module.forward``, so hooks on the modules still run.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,13 +53,13 @@ class FusedMLP(_Fused):
 
 
 def _is_fusable(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether a fused kernel serves ``x``; weights of offloaded modules are on another device between passes."""
+    """Returns True if a fused kernel supports ``x``; weights of offloaded modules are on another device between passes."""
     same = not isinstance(weight, DTensor) and x.dtype == weight.dtype and x.dtype in FLOATS and x.device == weight.device
     return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
 
 
 def _fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Returns the modules of a decoder that have a fused forward pass, and that pass; none of norms that round elsewhere."""
+    """Returns a decoder's modules with a fused forward pass, and that pass; norms that round differently have none."""
     found: list[tuple[nn.Module, Callable[..., Any]]] = []
     if not family_of(decoder.config).llama_layers:  # pyrefly: ignore[bad-argument-type]
         return found

@@ -1,9 +1,9 @@
 """The tensors of a decoding step, at fixed addresses, and its capture as a CUDA graph.
 
-The host launches a step once, into a graph, and then replays this graph for each token: 1 launch for some 600. What changes
-from token to token is written to the tensors of the step before the replay.
+The host launches a step once, into a graph, and then replays this graph for each token: one launch instead of about 600. Values
+that change from token to token are written to the tensors of the step before each replay.
 
-The first step of a graph runs without capture: kernels are compiled and workspaces allocated. The second is captured.
+The first step of a graph runs without capture, to compile kernels and allocate workspaces. The second one is captured.
 """
 
 import gc
@@ -47,18 +47,18 @@ class Step:
         self.lasts(0, [])
 
     def lasts(self, tokens: int, buffers: list[Buffer]) -> None:
-        """Notes that for so many tokens no buffer grows and no index is rebuilt, unless the cache gets other ``buffers``."""
+        """Records for how many tokens no buffer grows and no index is rebuilt, unless the cache gets other ``buffers``."""
         self._tokens_left, self._buffers = tokens, buffers
 
     def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
-        """Returns whether the next token follows the last one, so that nothing else has to be looked at."""
+        """Returns True if the next token follows the last one, so that nothing else needs to be checked."""
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
         if not same or self._tokens_left < 1 or self._length != cache.get_seq_length():
             return False
         return all(map(is_, self._buffers, buffers_of(cache)))  # on the way to each token
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
-        """Writes the tensors of the next token, which follows ``length`` cached ones; most are on the device already."""
+        """Writes the tensors of the next token, after ``length`` cached ones; most values are already on the device."""
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         if self._length != length:
@@ -114,7 +114,7 @@ def buffers_of(cache: Any) -> list[Buffer]:
 def on_capture_stream(device: torch.device) -> Iterator[None]:
     """Runs the block on the stream of captures, between the work before and after it on the current one.
 
-    One thread at a time: what another one launched there would become part of a capture.
+    Only one thread at a time, since kernels that another thread launches there would become part of a capture.
     """
     stream, current = side_stream(device, "captures"), torch.cuda.current_stream(device)
     with _capturing:
@@ -127,9 +127,9 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
 
 
 def concurrently(x: Tensor, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-    """Returns the results of two functions of ``x``, whose kernels a graph runs beside each other.
+    """Returns the results of two functions of ``x``, whose kernels run concurrently in a graph.
 
-    One product of a single token does not draw the whole bandwidth of the memory.
+    A single matrix-vector product does not use the full memory bandwidth.
     """
     captures = side_stream(x.device, "captures") if x.is_cuda else None
     if captures is None or torch.cuda.current_stream(x.device) != captures:
@@ -145,7 +145,7 @@ def concurrently(x: Tensor, first: Callable[[], Any], second: Callable[[], Any])
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keeps the collector from freeing older graphs in the block: that would break a capture."""
+    """Prevents garbage collection in the block, since freeing older graphs would break a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -157,12 +157,12 @@ def no_collection() -> Iterator[None]:
 
 @cache
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """Returns the stream for ``purpose``, one for all models: each further stream would get workspaces of its own."""
+    """Returns the stream for ``purpose``. All models share it, because each further stream needs its own workspaces."""
     return torch.cuda.Stream(device)
 
 
 def uncapturable(decoder: nn.Module) -> str | None:
-    """Returns the reason for which a decoder's forward pass cannot be captured, or None."""
+    """Returns the reason why a decoder's forward pass cannot be captured, or None."""
     for name, module in decoder.named_modules():
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             return f"the module {name} is offloaded"

@@ -1,4 +1,4 @@
-"""Hooks of the decoder of an attached model, which prepare the cache of a pass and check what the pass is given."""
+"""Hooks of an attached model's decoder, which prepare the cache of a pass and check the pass's inputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +40,8 @@ def hooked(decoder: nn.Module, sparse: Sparse) -> Iterator[None]:
 def padding_before_text(model: Any) -> Iterator[None]:
     """Lets ``generate`` infer a mask only from pad tokens around the text of a row, inside the context.
 
-    transformers masks every pad token of a prompt without a mask, also those that are text, as an assistant may generate them.
-    Padding on the right, which is refused, is there only in a batch of several rows.
+    If there is no mask, transformers masks every pad token of a prompt, even pad tokens that are text because an assistant
+    generated them. Right padding, which is refused, occurs only in a batch of several rows.
     """
     original: Any = getattr(model, "_prepare_attention_mask_for_generation", None)
     if original is None:
@@ -67,7 +67,7 @@ class DecoderHooks(NotCopied):
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
     def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the decoder, which installs its layers in the cache."""
+        """Forward pre-hook of the decoder that installs its layers in the cache."""
         from transformers.generation.continuous_batching import PagedAttentionCache
 
         if args:
@@ -112,7 +112,7 @@ class DecoderHooks(NotCopied):
         check_memory(cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
-        """Raises UserError where the model would silently run without this attention, or without attention weights."""
+        """Raises UserError if the model would silently run without this attention, or without attention weights."""
         if not is_tapped(config):
             raise UserError(
                 f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
@@ -122,7 +122,7 @@ class DecoderHooks(NotCopied):
             raise UserError("output_attentions=True: sparse attention has no attention weights to return")
 
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
-        """Forward hook of the decoder: activation checkpointing must not run the forward pass again without this attention."""
+        """Forward hook of the decoder that keeps activation checkpointing from running it again without this attention."""
         if not output[0].requires_grad:
             return
         if any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers):

@@ -1,7 +1,7 @@
-"""The attention implementation ``msattn`` of transformers' ``from_pretrained``, and the options that a model's files name.
+"""The attention implementation ``msattn`` of transformers' ``from_pretrained``, and the options in a model's files.
 
-transformers hands the model to neither attention nor mask functions, and attaching needs its loaded weights. So a hook of torch
-for new submodules finds models that are built under this name, and their first use enables them.
+transformers passes the model to neither attention nor mask functions, and attaching needs loaded weights. So a PyTorch hook for
+new submodules finds models that are built with this name, and their first use enables them.
 """
 
 import threading
@@ -33,9 +33,9 @@ _enabling = threading.RLock()  # of two threads that use a model first, one enab
 def register() -> None:
     """Makes ``attn_implementation="msattn"`` known to transformers, for ``from_pretrained`` and ``from_config``.
 
-    The first use of a model that is loaded with it enables the model, as :func:`msattn.enable` does, with the options in its
-    ``config.json`` (``msattn configure`` and ``msattn push`` write them). Without any, prompts read the blocks of a selection
-    that needs no training, with a warning. :func:`msattn.enabled` returns what serves the model.
+    The first use of such a model enables it, as :func:`msattn.enable` does, with the options in its ``config.json``, which
+    ``msattn configure`` and ``msattn push`` write. Without options, prompts read blocks of a training-free selection, with a
+    warning. :func:`msattn.enabled` returns the sparse attention of the model.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -46,9 +46,9 @@ def register() -> None:
 
 
 def configured_options(config: "PreTrainedConfig") -> AttachOptions:
-    """Returns the options that a model's ``config.json`` names, or the default ones with a warning.
+    """Returns the options in a model's ``config.json``, or default options with a warning.
 
-    Raises UserError for another name, type or value of an option.
+    Raises UserError for an unknown name, a wrong type or a bad value of an option.
     """
     given = settings_of(getattr(config, KEY, None))
     if given is None:
@@ -67,7 +67,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _find_model(module: nn.Module, name: str, submodule: Any) -> None:
-    """Hook of torch: lets the first use of ``module`` enable it if it is a model with a head whose decoder is to be enabled."""
+    """PyTorch hook: makes the first use of ``module`` enable it, if this is a model with a head whose decoder asks for it."""
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel) and isinstance(submodule, PreTrainedModel) and _is_asked(submodule):
@@ -91,7 +91,7 @@ def _first_use(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _enable(model: Any, args: tuple = ()) -> None:
-    """Enables a model, unless one that it is part of is enabled already; after an error the next use tries again."""
+    """Enables a model, unless a model that contains it is already enabled. After an error the next use tries again."""
     from transformers import PreTrainedModel
 
     with _enabling:
@@ -105,7 +105,7 @@ def _enable(model: Any, args: tuple = ()) -> None:
 
 
 def _enable_alone(model: Any, asked: list[Any]) -> None:
-    """Enables a model, whose layers that are not served get the implementations that transformers chooses by itself."""
+    """Enables a model; layers that msattn does not serve get the implementations that transformers would choose."""
     try:
         options = configured_options(model.config)
         for each in asked:

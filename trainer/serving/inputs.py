@@ -1,7 +1,7 @@
-"""Checks of what a caller gives to an attached model's forward pass, before the pass changes the cache.
+"""Checks of the inputs of an attached model's forward pass, before the pass changes the cache.
 
-Types and shapes are always checked. Ids are read from the device once for a prompt, but not for single tokens after it, which
-would have to wait for a GPU.
+Types and shapes are always checked. Ids are read from the device once for a prompt, but not for single tokens after it, because
+these would have to wait for the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, static: bool = False) -> Tensor | None:
-    """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model has a message of its own.
+    """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model raises its own message.
 
-    ``inputs`` are the arguments of a pass after ``cached`` tokens, which their ``attention_mask`` covers too. For a ``static``
-    cache of the caller, ``generate`` converts the mask to ``kv_start`` before the pass. So do models with images, for each type
-    of layer, before they run their language model. Raises UserError for another type or shape, no token, or an unknown id.
+    ``inputs`` are the arguments of a pass after ``cached`` tokens, which their ``attention_mask`` also covers. For a ``static``
+    cache of the caller, ``generate`` converts the mask to ``kv_start`` before the pass. Models with images do so for each type
+    of layer before they run their language model. Raises UserError for a wrong type or shape, no tokens, or an unknown id.
     """
     ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
@@ -42,9 +42,9 @@ def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, st
 
 
 def _text_positions(positions: Any, length: int) -> Any:
-    """Returns the positions of text, from those that models with images give for time, height and width, too.
+    """Returns text positions; models with images give positions for time, height and width.
 
-    Raises UserError if a token of a prompt has several, as images have: cached keys do not tell them.
+    Raises UserError if these differ for a token of a prompt, as in images, because cached keys do not store them.
     """
     if not (_is_ordinary(positions) and positions.ndim == 3 and len(positions) == 4):  # the first ones are those of text
         return positions
@@ -69,7 +69,7 @@ def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
 
 
 def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
-    """Returns the embeddings of a pass after checking them; autocast converts those of other types."""
+    """Returns the embeddings of a pass after checking them; autocast converts other dtypes."""
     width, dtype = decoder.config.hidden_size, decoder.dtype
     fits = _is_ordinary(embeddings) and embeddings.ndim == 3 and embeddings.numel() > 0 and embeddings.shape[2] == width
     converts = fits and embeddings.is_floating_point() and torch.is_autocast_enabled(embeddings.device.type)
@@ -81,10 +81,10 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
 def check_held(
     cache: Any, config: Any, num_layers: int, served: Sequence[int], batch: int, kv_heads: int, *, every_layer: bool
 ) -> None:
-    """Raises UserError unless the keys and values of a cache are those of ``batch`` sequences of this model.
+    """Raises UserError unless a cache holds the keys and values of ``batch`` sequences of this model.
 
-    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every one is checked once for each cache; the
-    first and the last one show whether a pass was interrupted.
+    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every layer is checked once for each cache;
+    the first and the last layer show whether a pass was interrupted.
     """
     layers = cache.layers
     length = layers[served[0]].get_seq_length()
@@ -102,7 +102,7 @@ def check_held(
 def check_memory(
     cache: Any, config: Any, served: Sequence[int], batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises UserError if a static cache has too few positions for ``tokens`` more, or a GPU too little free memory."""
+    """Raises UserError if a static cache has no room for ``tokens`` more, or a GPU has too little free memory."""
     first, length = cache.layers[served[0]], cache.get_seq_length()
     capacity, limit = first.key_buffer.capacity, first.max_cache_len
     if limit is not None and length + tokens > limit:
@@ -122,14 +122,14 @@ def check_memory(
 
 
 def _is_converted(mask: Any, batch: int) -> bool:
-    """Returns True for the ``kv_start`` of a batch, or for masks of each type of layer with that of full attention."""
+    """Returns True for the ``kv_start`` of a batch, or for one mask per layer type, including full attention."""
     if isinstance(mask, Mapping):
         return "full_attention" in mask and _is_converted(mask["full_attention"], batch)
     return mask is None or (_is_ordinary(mask) and mask.dtype == torch.int32 and mask.shape == (batch,))
 
 
 def _is_ordinary(x: Any) -> bool:
-    """Returns True for a tensor whose values lie in memory: none that is sparse, nested, quantized or on the meta device."""
+    """Returns True for an ordinary tensor: not sparse, nested, quantized or on the meta device."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
 
 

@@ -1,4 +1,4 @@
-"""Loading of artifacts, and checks that those that are attached fit the model."""
+"""Loading of artifacts, and checks that attached artifacts fit the model."""
 
 import os
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
 
     Raises
     ------
-    UserError : the artifact is missing, damaged or of another format version.
+    UserError : the artifact is missing, damaged or has another format version.
     """
     return LOADERS[artifacts.read_kind(path)](path)
 
 
 def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
-    """Returns the router without training of this name, for the model with this ``config``, or loads one.
+    """Returns the training-free router of this name, for the model with this ``config``, or loads a router.
 
-    Of a folder with several, it is the first of ``ROUTER_KINDS``. A str that is a name is no folder: ``./quest`` is one.
+    From a folder with several, loads the first of ``ROUTER_KINDS``. A str that is a name is not a folder; ``./quest`` is.
     """
     if isinstance(qmodel, str) and qmodel in ROUTERS:
         return untrained_router(qmodel).for_model(config, PRESETS.num_buckets, served_layers(config), seed=0)
@@ -60,14 +60,14 @@ def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
 
 
 def check_model(model: Any) -> None:
-    """Raises UserError for what is no model, and as :func:`msattn.trainer.models.families.check_supported`."""
+    """Raises UserError for an object that is not a model, and like :func:`msattn.trainer.models.families.check_supported`."""
     is_model = isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
     require(is_model, "model", repr(model), "accepted is a causal language model of transformers")
     check_supported(model.config)
 
 
 def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
-    """Raises UserError for a selection without a policy or a scorer, or with a gate of another model or not finite."""
+    """Raises UserError for a selection without a valid policy and scorer, or whose gate is for another model or not finite."""
     policy, scorer = selection.policy, selection.scorer
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))

@@ -1,6 +1,6 @@
-"""The options of :func:`msattn.attach`, each defined once: its signature, help and checks, and vLLM's keys, are read from here.
+"""The options of :func:`msattn.attach`, each defined once: signature, help, checks and vLLM's keys are derived from here.
 
-Those that the configuration has too are inherited from it.
+Options that the configuration also has are inherited from it.
 """
 
 import inspect
@@ -35,28 +35,28 @@ Switch = Annotated[Flag, BeforeValidator(lambda value: bool(value) if isinstance
 
 @schema(kw_only=True)
 class ArtifactOptions(ReadOptions):
-    """The options that vLLM and ``config.json`` take, too: what is attached, and what is read."""
+    """The options that vLLM and ``config.json`` also take: what is attached, and what is read."""
 
     gate: Annotated[Gate | str | Path | None, Instance(GATE)] = key(
-        "a loaded gate, its folder, that of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that ships "
-        "with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.",
+        "a loaded gate, its folder, the folder of its run (``outputs/tiny/base``), a Hub id, or ``embedded`` (the gate that "
+        "ships with the package, for the embedded model). Prompts read the blocks that ``select`` chooses from its scores.",
         default=None,
     )
     select: Annotated[Selection | SelectConfig | Mapping | str | None, Instance(SELECT)] = key(
-        "how blocks are selected: a policy (``topk``), the scores of a baseline (``quest``, which needs no gate), the keys of "
-        "a :class:`SelectConfig`, or an object. None with a gate is ``calibrated``, as on the command line, or ``topk`` if the "
-        "gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.",
+        "how blocks are selected: a policy (``topk``), training-free scores (``quest``, which need no gate), the keys of a "
+        ":class:`SelectConfig`, or an object. With a gate, None means ``calibrated``, as on the command line, or ``topk`` if "
+        "the gate has no calibrated thresholds. A ``Selection`` object applies to prompts of every length.",
         default=None,
     )
     sparsity: Sparsity | None = key(
-        "share of the visible blocks that is not read, for policies that have it; None stands for that of ``select``, 0.5 by "
+        "share of the visible blocks that is not read, for policies with this key; None: the value of ``select``, 0.5 by "
         "default.",
         default=None,
     )
     qmodel: Annotated[Router | str | Path | None, Instance(QMODEL)] = key(
-        "the router of decoding: a query classifier, a decode gate or a k-means, given in the same ways, or a router without "
-        "training by its name (``quest``; a folder of that name is ``./quest``) or as an object. New tokens read the dense "
-        "window and ``probes`` buckets, of decode gates blocks.",
+        "the router of decoding: a query classifier, a decode gate or a k-means, given like ``gate``, or a training-free router, "
+        "by name (``quest``; a folder of that name is ``./quest``) or as an object. New tokens read the dense window and "
+        "``probes`` buckets, or blocks of decode gates.",
         default=None,
     )
 
@@ -66,22 +66,22 @@ class AttachOptions(BudgetOptions, ArtifactOptions):
     """Artifacts that are attached to a model, and how they are served."""
 
     independent: Switch = key(
-        "each query head visits buckets of its own. By default a query group shares them, as memory is read once for all of "
-        "its heads.",
+        "each query head reads its own buckets. By default a query group shares them, so that memory is read once for all "
+        "heads of the group.",
         default=False,
     )
     strict: Switch = key(
-        "refuse artifacts that were made for other weights of the same shape, e.g. before quantization or fine-tuning. By "
-        "default they are served with a warning. The adapters of PEFT models are not compared.",
+        "refuse artifacts that were made for different weights of the same shape, e.g. before quantization or fine-tuning. By "
+        "default these cause a warning. The adapters of PEFT models are not compared.",
         default=False,
     )
     cuda_graphs: Switch = key(
-        "decode with CUDA graphs on a GPU; what cannot be captured runs without, with a warning that says why. Prompts of "
-        "small models run as graphs from the third one of a length on.",
+        "decode with CUDA graphs on a GPU. Passes that cannot be captured run without graphs, with a warning that says why. "
+        "Prompts of small models run as graphs from the third prompt of a length on.",
         default=True,
     )
-    measure_recall: Switch = key("also measures the attention mass that is read, at the cost of a dense pass.", default=False)
-    measure_time: Switch = key("also measures the time of selection and of attention on the device.", default=False)
+    measure_recall: Switch = key("also measure the attention mass that is read, at the cost of a dense pass.", default=False)
+    measure_time: Switch = key("also measure the time of selection and of attention on the device.", default=False)
 
     def __post_init__(self) -> None:
         self.check_budget()
@@ -92,7 +92,7 @@ ARTIFACT_KEYS = tuple(name for name in OPTIONS if hasattr(ArtifactOptions, name)
 
 
 def artifact_options(given: Any, where: str) -> AttachOptions:
-    """Returns the options of artifacts that a file or an engine gives; ``where`` begins the UserError for other names."""
+    """Returns the options of artifacts given by a file or an engine; ``where`` begins the UserError for unknown names."""
     require(isinstance(given, Mapping), where, given, f"expected a mapping with {', '.join(ARTIFACT_KEYS)}")
     for name in given:
         require(name in ARTIFACT_KEYS, where, name, f"expected {', '.join(ARTIFACT_KEYS)}")
@@ -102,7 +102,7 @@ def artifact_options(given: Any, where: str) -> AttachOptions:
 def takes(
     options: Callable[P, AttachOptions],
 ) -> "Callable[[Callable[[PreTrainedModel, AttachOptions], R]], Callable[Concatenate[PreTrainedModel, P], R]]":
-    """Gives a function of a model and ``options`` the fields of these as keyword arguments, in its signature and its help."""
+    """Gives a function of a model and ``options`` the fields of ``options`` as keyword arguments, in signature and help."""
 
     def decorate(function: "Callable[[PreTrainedModel, AttachOptions], R]") -> "Callable[Concatenate[PreTrainedModel, P], R]":
         @wraps(function)

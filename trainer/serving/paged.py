@@ -59,8 +59,8 @@ def check_version(caller: str) -> None:
 class PagedAttention:
     """Attention of every layer in passes over paged caches.
 
-    Sequences with several new tokens read the blocks of the selection, those with one the dense window and their buckets. In a
-    CUDA graph nothing can be decided by a length, so a sequence that is too short for buckets gets a window of all keys.
+    Sequences with several new tokens read the blocks of the selection; sequences with one new token read the dense window and
+    buckets. A CUDA graph cannot branch on a length, so a sequence that is too short for buckets gets a window of all keys.
     """
 
     def __init__(self, dispatch: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
@@ -97,26 +97,26 @@ class PagedAttention:
         return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
-        """Returns a pass, of which ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
+        """Returns a pass; ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
         return self._start(PagedPass.of_tables(state, *tables, is_sparse=partial(self._is_sparse, state)))
 
     def begin_new_tokens(
         self, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, kv_len: Tensor, longest: int
     ) -> PagedPass:
-        """Returns a pass over one token of each sequence, for which nothing waits for the device, as in a CUDA graph.
+        """Returns a pass over one token of each sequence, which never synchronizes with the device, as in a CUDA graph.
 
-        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence without a key is padding, and
-        its page one that no sequence owns. ``longest`` may be an upper bound; in a graph it is one of all passes.
+        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence without keys is padding, and
+        its page belongs to no sequence. ``longest`` may be an upper bound; in a graph it bounds all passes.
         """
         return self._start(PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), []))
 
     def create_counters(self, state: PagedState) -> None:
-        """Creates the counters of a state: before a CUDA graph is captured, which holds their addresses."""
+        """Creates the counters of a state. Must be called before a CUDA graph is captured, which keeps their addresses."""
         if state.buckets:
             self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
 
     def _start(self, current: PagedPass) -> PagedPass:
-        """Returns a pass; takes back what is known of the blocks that a pass writes, and counts the keys that it sees."""
+        """Returns a pass; invalidates the known blocks that the pass writes, and counts the keys that it sees."""
         if current.state.pooled:  # not before the pass has computed them
             current.state.mark_pooled(current.pages, current.offsets // current.state.block_size, pooled=False)
         rows, sizes, dense = current.decoded, current.state.sizes, False
@@ -224,7 +224,7 @@ class PagedAttention:
         ).out  # fmt: skip
 
     def _decided(self, state: PagedState, item: PromptChunk) -> tuple[Selection | None, str | None]:
-        """Decides for a sequence with several new tokens; keys that are not pooled yet are new, or can be recovered."""
+        """Decides for a sequence with several new tokens; keys that are not pooled yet are new or can be recovered."""
         recovered = self.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
         return self.dispatch.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
@@ -233,7 +233,7 @@ class PagedAttention:
         return self._decided(state, item)[0] is not None
 
     def _sequence(self, x: LayerInputs, current: PagedPass, item: PromptChunk) -> LayerInputs:
-        """Returns the inputs of one sequence: its new queries, and of its keys what the selection needs."""
+        """Returns the inputs of one sequence: its new queries, and the keys that the selection needs."""
         new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
@@ -269,7 +269,7 @@ class PagedAttention:
         return {**of_layers, "gate": gate, "requests": requests, "counted": counted}
 
     def _counter(self, state: PagedState) -> Tensor:
-        """Returns the counter of the keys that are read, int64 ``[requests, Hkv]``: one for passes of every size."""
+        """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every size share."""
         keys, _ = state.pages(min(state.layers))
         return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
@@ -280,7 +280,7 @@ def _tokens(x: Tensor, tokens: Rows) -> Tensor:
 
 
 def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
-    """Returns a tensor ``[batch, heads, keys, D]`` without memory, where only the number of keys counts."""
+    """Returns a tensor ``[batch, heads, keys, D]`` without memory, used only for its number of keys."""
     return like.new_empty(1).expand(batch, heads, keys, like.shape[-1])
 
 

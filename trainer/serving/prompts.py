@@ -1,8 +1,8 @@
-"""Prompts of a small model as CUDA graphs: the host launches its kernels more slowly than they run.
+"""Prompts of small models as CUDA graphs, since the host launches their kernels more slowly than they run.
 
-The first prompt of a shape runs as it is. The second one runs where graphs are captured, so that workspaces exist, and then its
-graph is captured; later ones replay it. A graph fills a cache of its own, at fixed addresses, whose layers are copied for each
-prompt while the graph still runs.
+The first prompt of a shape runs without a graph. The second prompt runs on the capture stream, so that workspaces exist, and
+then its graph is captured; later prompts replay it. A graph fills its own cache at fixed addresses, whose layers are copied for
+each prompt while the graph still runs.
 """
 
 import copy
@@ -30,7 +30,7 @@ Launch = Callable[[dict[str, Tensor], Any], Tensor]  # launches the kernels of a
 
 
 class PromptGraphs(NotCopied):
-    """The graphs of the prompts of one decoder, by shape; the latest ones are kept."""
+    """CUDA graphs of one decoder's prompts, by shape; the latest graphs are kept."""
 
     def __init__(self, decoder: Any, statistics: Statistics) -> None:
         self.decoder, self.statistics = decoder, statistics
@@ -40,7 +40,7 @@ class PromptGraphs(NotCopied):
         self._lock = Lock()
 
     def serves(self, inputs: dict[str, Tensor], cache: Any) -> bool:
-        """Returns whether a prompt with an empty cache may become a graph."""
+        """Returns True if a prompt with an empty cache may become a graph."""
         tokens = next(iter(inputs.values()), None)
         if tokens is None or tokens.ndim < 2 or cache is None or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens:
             return False
@@ -67,7 +67,7 @@ class PromptGraphs(NotCopied):
 
 
 class PromptGraph:
-    """The graph of prompts of one shape: what it reads and writes, at fixed addresses, and the cache that it fills."""
+    """The graph of prompts of one shape, its inputs and outputs at fixed addresses, and the cache that it fills."""
 
     def __init__(self, inputs: dict[str, Tensor], cache: Any, statistics: Statistics) -> None:
         with torch.inference_mode(False):
@@ -79,7 +79,7 @@ class PromptGraph:
         self.done = torch.cuda.Event()  # the last prompt's results are copied
 
     def begin(self, inputs: dict[str, Tensor], cache: Any, launch: Launch) -> Tensor:
-        """Runs a prompt where the graph is captured, and captures it; without a graph later prompts run as they are."""
+        """Runs a prompt on the capture stream and captures its graph; if that fails, later prompts run without a graph."""
         device, began = next(iter(inputs.values())).device, time.monotonic()
         with on_capture_stream(device):
             hidden = launch(inputs, cache)

@@ -62,7 +62,7 @@ class RoutedDecoding:
         return state.out
 
     def attend_step(self, x: LayerInputs, window: Tensor, short: Tensor | None) -> Tensor:
-        """Returns the attention of one new token of each sequence, as :meth:`attend`, and reads no value back."""
+        """Like :meth:`attend`, for one new token of each sequence, without synchronizing with the device."""
         assert x.kv_len is not None
         return self._visit(x, whole_window(window, x.kv_len, short))[1].out
 
@@ -102,11 +102,11 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
 def decode_attention(
     x: LayerInputs, probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
 ) -> SparseAttention:
-    """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys and the visited buckets.
+    """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys and the selected buckets.
 
-    ``x.cache`` is a :class:`BucketLayer`, after its ``assign`` of this pass. With :func:`queries_as_batch`, rows are queries of
-    one of its sequences. ``probes`` are int32 ``[B, Hkv, L]``, in a row of which no bucket is twice, and a ``window`` of each
-    row int32 ``[B]``. The number of keys that are read is added to ``counts``, int64 ``[B, Hkv]``.
+    ``x.cache`` is a :class:`BucketLayer` whose ``assign`` was called in this pass. With :func:`queries_as_batch`, rows are
+    queries of one of its sequences. ``probes`` are int32 ``[B, Hkv, L]`` without repeated buckets in a row; a ``window`` per
+    row is int32 ``[B]``. The number of keys read is added to ``counts``, int64 ``[B, Hkv]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     state = bucket_decode(
@@ -121,7 +121,7 @@ def decode_query_heads(
 ) -> SparseAttention:
     """Computes :func:`decode_attention` with separate ``probes [B, Hq, L]`` for each query head.
 
-    The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` adds up their keys.
+    The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` sums their keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
     parts = []

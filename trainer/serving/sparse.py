@@ -47,19 +47,18 @@ class Sparse(NotCopied):
             A dict that prints in one line.
             ``sparsity``: share of the causally visible blocks that passes over several tokens did not read (a block at zoom z
             counts as 1 / z of a block), 0 in a dense pass; None without a selection.
-            ``sparsity_by_layer``: the same for each layer, by its number. They differ where a threshold serves all layers.
-            ``selectivity``: keys that single tokens read in the routed layers, which are those without ``dense_layers``, over
-            the keys that are visible there; dense passes included. None without a router.
-            ``prefill_recall``, ``decode_recall``: share of the attention mass in what sparse passes read (with
+            ``sparsity_by_layer``: the same for each layer number. Layers differ if one threshold serves all layers.
+            ``selectivity``: share of the visible keys that single tokens read in the routed layers (all except
+            ``dense_layers``), dense passes included. None without a router.
+            ``prefill_recall``, ``decode_recall``: share of the attention mass that sparse passes read (with
             ``measure_recall``).
-            ``recall``: their mean, or the one that was measured.
-            ``dense_fallbacks``: layer passes that were dense because sparse attention does not support them.
-            ``dense_by_choice``: layer passes that were dense because that is faster at their length, or because of
-            ``dense_queries`` of the selection.
-            ``graph_steps``, ``eager_steps``: on a GPU, passes over one token of each sequence that replayed a CUDA graph, and
+            ``recall``: the mean of both, or the one that was measured.
+            ``dense_fallbacks``: passes of single layers that were dense because sparse attention does not support them.
+            ``dense_by_choice``: passes of single layers that were dense because this is faster at their length, or because
+            of the selection's ``dense_queries``.
+            ``graph_steps``, ``eager_steps``: on a GPU, passes over one token of each sequence that replayed a CUDA graph, or
             that launched kernels one by one.
-            ``selection_s``, ``attention_s``: total seconds of selecting what to read, and of attention (with
-            ``measure_time``).
+            ``selection_s``, ``attention_s``: total seconds of selection and of attention (with ``measure_time``).
         """
         prefill, decoding = self.statistics.mean("prefill_recall"), self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
@@ -79,8 +78,8 @@ class Sparse(NotCopied):
     def batching_config(self, **options: Any) -> "ContinuousBatchingConfig":
         """Returns the configuration of transformers' continuous batching that suits an attached model.
 
-        Pages of 256 tokens, and CUDA graphs for new tokens on a GPU. ``model.generate_batch`` takes it by default. How many
-        pages a request may have is set by its length, or else by the positions of the model.
+        It sets pages of 256 tokens, and CUDA graphs for new tokens on a GPU. ``model.generate_batch`` uses it by default. A
+        request may have as many pages as its length needs, at most as many as the model's positions fill.
 
         Parameters
         ----------
@@ -158,7 +157,7 @@ class Sparse(NotCopied):
         return x.cache
 
     def _with_pooled_keys(self, x: LayerInputs) -> LayerInputs | None:
-        """Returns ``x`` with the pooled keys that the cache keeps for a gate; None if those that it needs are not known."""
+        """Returns ``x`` with the pooled keys that the cache keeps for a gate; None if the gate needs unknown keys."""
         whole_prompt = x.num_queries == x.num_keys
         if self.gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
             return x
@@ -178,7 +177,7 @@ class Sparse(NotCopied):
         return [cache.layers[number] for number in sorted(self.routed_layers)]
 
     def window(self, cache: Any, num_keys: int) -> int:
-        """Returns the length of the dense window of a step over ``num_keys``: it holds all keys that are not indexed."""
+        """Returns the length of the dense window of a step over ``num_keys``, which includes all keys without an index."""
         indexed = min((layer.indexed for layer in self.bucket_layers(cache)), default=num_keys)
         return max(0 if self.routed is None else self.routed.recent, num_keys - indexed)
 

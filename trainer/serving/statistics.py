@@ -32,11 +32,11 @@ def _shown(value: Any) -> str:
 
 
 class Statistics:
-    """Means of named values, which several threads may add, without a synchronization with the device before :meth:`mean`.
+    """Means of named values, which several threads may add, without synchronizing with the device before :meth:`mean`.
 
-    Keys that decoding reads are counted apart, because kernels count them in CUDA graphs: see :meth:`key_counts`. For one token
-    a key/value head is read ``reads_per_head`` times: for each query head of a group if they choose by themselves. With a
-    ``timer``, the time of each phase is measured, too.
+    Keys that decoding reads are counted separately, because kernels count them in CUDA graphs: see :meth:`key_counts`. For each
+    token a key/value head is read ``reads_per_head`` times: once, or once per query head if these choose separately. With a
+    ``timer``, the time of each phase is also measured.
     """
 
     def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
@@ -112,7 +112,7 @@ class Statistics:
             return self._counts.copy()
 
     def count_again(self, counts: Counter[Name]) -> None:
-        """Counts what a CUDA graph has added when it was captured: a replay adds only what is on the device."""
+        """Adds the counts that a CUDA graph added when it was captured; a replay updates only counters on the device."""
         with self._lock:
             self._counts += counts
 
@@ -165,7 +165,7 @@ class Statistics:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Counts nothing of the block, such as passes that only compile kernels and capture graphs."""
+        """Ignores everything in the block, such as passes that only compile kernels and capture graphs."""
         with self._lock:
             held = Counter(self._counts), Counter(self._sums), self._visible, self._read_densely
             self._synchronize()
@@ -181,7 +181,7 @@ class Statistics:
                 self._synchronize()
 
     def _synchronize(self) -> None:
-        """Waits for the streams that count on a device."""
+        """Waits for the streams that update counters on a device."""
         for device in {x.device for x in self._tensors() if x.is_cuda}:
             torch.cuda.synchronize(device)
 
@@ -189,7 +189,7 @@ class Statistics:
         return [*self._on_device.values(), *self._key_counts.values(), *self._totals.values()]
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
-        """Measures the time of the block as one of ``phase``, if there is a timer."""
+        """Adds the time of the block to ``phase``, if there is a timer."""
         return nullcontext() if self.timer is None else self.timer.measure(phase)
 
     def seconds(self, phase: str) -> float | None:

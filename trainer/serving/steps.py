@@ -1,8 +1,8 @@
-"""Decoding steps: passes over one new token of each sequence, in place of the decoder's ordinary ones.
+"""Decoding steps: passes over one new token of each sequence that replace the decoder's ordinary passes.
 
-A step reads lengths from the device and writes the new keys at a position that the device holds. It waits for nothing, and its
-tensors keep their addresses, so that it can be captured (:mod:`msattn.trainer.serving.graphs`). Ordinary passes between
-the steps enlarge buffers and rebuild the bucket index.
+A step reads lengths from the device and writes new keys at a position stored on the device. It never synchronizes, and its
+tensors keep their addresses, so it can be captured (:mod:`msattn.trainer.serving.graphs`). Ordinary passes between steps
+enlarge buffers and rebuild the bucket index.
 """
 
 import logging
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoGraph(Exception):
-    """A token cannot be decoded with lengths on the device; the message says why."""
+    """Raised if a token cannot be decoded with lengths on the device; the message gives the reason."""
 
 
 class _Current(threading.local):
@@ -57,9 +57,9 @@ class _Current(threading.local):
 
 
 class DecodingSteps(NotCopied):
-    """The forward pass of an attached decoder: steps over single tokens where possible, else the original one.
+    """Forward pass of an attached decoder: steps over single tokens where possible, otherwise the original pass.
 
-    Steps are captured with ``cuda_graphs``; without, they are launched kernel by kernel.
+    With ``cuda_graphs`` steps are captured; otherwise they are launched kernel by kernel.
     """
 
     device_type = "cuda"
@@ -76,7 +76,7 @@ class DecodingSteps(NotCopied):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **arguments: Any) -> Any:
-        """Runs the decoder; its hooks make ``arguments`` of all arguments."""
+        """Runs the decoder; its hooks turn all inputs into keyword ``arguments``."""
         if args:
             return self.original(*args, **arguments)
         cache: Any = arguments.get("past_key_values")
@@ -96,7 +96,7 @@ class DecodingSteps(NotCopied):
         return self._ordinary_pass(arguments) if output is None else output
 
     def _prompt(self, arguments: dict[str, Any]) -> Any:
-        """Returns the output of a whole prompt as a graph; None for other passes, and for those that are not captured."""
+        """Returns the output of a whole prompt that runs as a graph; None for other passes and if it is not captured."""
         inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
         cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
         if self.prompts is None or not self.prompts.serves(inputs, cache):
@@ -124,9 +124,9 @@ class DecodingSteps(NotCopied):
         return self.original(**arguments)
 
     def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
-        """Returns the output of a step; None if the bucket index is to be rebuilt first.
+        """Returns the output of a step; None if the bucket index must be rebuilt first.
 
-        While the padding mask is as for the last token, it is read back only after the step was launched, beside it.
+        The step is launched with the padding of the last token before the mask is read back, and run again if that differs.
         """
         length, mask, step = cache.get_seq_length(), arguments.get("attention_mask"), self._steps.get(cache)
         if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)):
@@ -165,7 +165,7 @@ class DecodingSteps(NotCopied):
             raise NoGraph("the angles of dynamic RoPE depend on the length")
 
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
-        """Returns the step for the next token of ``cache``; None if its bucket index is to be rebuilt first."""
+        """Returns the step for the next token of ``cache``; None if its bucket index must be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
         layers, dense_for = cache.layers, self.sparse.dispatch.dense_for(length + 1, len(_tokens(inputs)))
         indexed = [] if dense_for else self.sparse.bucket_layers(cache)
@@ -218,7 +218,7 @@ class DecodingSteps(NotCopied):
             self.current.step = None
 
     def _capture(self, step: Step, arguments: dict[str, Any]) -> None:
-        """Captures the graph of a step; where that is not possible, it goes on being launched, with a warning."""
+        """Captures the graph of a step; if that fails, the step continues to be launched, with a warning."""
         reason, began = uncapturable(self.decoder), time.monotonic()
         if reason is None:
             try:
@@ -275,7 +275,7 @@ def _computed(mask: Tensor | None) -> torch.cuda.Event | None:
 
 
 def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int]:
-    """Returns the left padding of each row, [] if there is none; waits only for what precedes the event ``computed``."""
+    """Returns the left padding of each row, [] if there is none; waits only for the event ``computed``."""
     if mask is None:
         return []
     if computed is None:
@@ -289,7 +289,7 @@ def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int
 
 
 class FusedAttention(NotCopied):
-    """The forward pass of an attention module whose RoPE writes to the cache, in steps and for prompts without gradients."""
+    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts without gradients."""
 
     def __init__(self, module: Any, layer: int, steps: DecodingSteps) -> None:
         self.module, self.layer, self.steps = module, layer, steps
@@ -326,7 +326,7 @@ class FusedAttention(NotCopied):
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
     def _is_fusable(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Returns whether several tokens after those of a cache can be served so."""
+        """Returns True if this pass supports several tokens after those in a cache."""
         cache, cos, mask = kwargs.get("past_key_values"), kwargs["position_embeddings"][0], kwargs.get("attention_mask")
         device = hidden.device.type
         if cache is None or hidden.shape[1] < 2 or device != self.steps.device_type or not (mask is None or mask.ndim == 1):
@@ -353,7 +353,7 @@ def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tenso
 
 
 def _never_steps(decoder: Any) -> str | None:
-    """Returns the reason for which no token of a decoder is decoded in a step, or None."""
+    """Returns the reason why no token of a decoder can be decoded in a step, or None."""
     devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
     if len(devices) > 1:
         return f"the model is split over {', '.join(devices)}"
