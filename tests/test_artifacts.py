@@ -84,7 +84,7 @@ def test_folders_with_other_files_are_refused(folder: Path, tmp_path: Path) -> N
     folder.mkdir(parents=True)
     check_writable(folder)
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="files that are not an artifact"):
+    with pytest.raises(UserError, match="files that are not part of an artifact"):
         save(folder, overwrite=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="no permission to write below"):
@@ -157,5 +157,5 @@ def test_artifacts_of_other_models_are_refused(folder: Path, field: str) -> None
     check_model(found.manifest, MODEL)
     with pytest.raises(UserError, match=f"gate artifact made for someone/some-model: its {field} is"):
         check_model(found.manifest, MODEL | {field: "other", "id": "a copy"})
-    with pytest.raises(UserError, match=r"both have this name, so another model\.name= keeps their artifacts apart"):
+    with pytest.raises(UserError, match=r"both models have this name, so set model\.name= to keep their artifacts apart"):
         check_model(found.manifest, MODEL | {field: "other"})

@@ -125,7 +125,7 @@ def test_wrong_forms_are_refused(model: Any, options: dict[str, Any], message: s
 
 def test_a_model_in_double_precision_is_refused_before_it_runs() -> None:
     model = tiny_model().double()
-    with pytest.raises(msattn.UserError, match=r"model\.dtype=float64: accepted are"), msattn.attach(model, select="quest"):
+    with pytest.raises(msattn.UserError, match=r"model\.dtype=float64: expected"), msattn.attach(model, select="quest"):
         pass
 
 

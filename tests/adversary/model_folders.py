@@ -126,7 +126,7 @@ def outcome(loaded: Loaded) -> Outcome:
 
 
 def right(folder: Path, found: Outcome, expected: Outcome) -> bool:
-    """Returns whether an outcome is that of the undamaged folder, or what the libraries make of each damaged file directly."""
+    """Returns True if an outcome is that of the undamaged folder, or what the libraries make of each damaged file directly."""
     if found.equals(expected):
         return True
     try:
@@ -193,7 +193,7 @@ NO_JSON = ("NaN", "Infinity", "deep")  # values of HOSTILE that no document may 
 
 
 def known_end(key: str, name: str, unread: Iterable[str]) -> bool | None:
-    """Returns whether a document with the value HOSTILE[name] of ``key`` must be accepted; None if that depends on the key."""
+    """Returns True if a document with the value HOSTILE[name] of ``key`` must be accepted; None if that depends on the key."""
     if name in NO_JSON:
         return False
     return True if key in unread else None

@@ -47,7 +47,7 @@ def tokens_of(found: Tensor, inputs: Inputs) -> Tensor:
 
 
 def equal(found: Tensor, expected: Tensor | None, phase: str) -> bool:
-    """Returns whether the results of a pass agree; those at padding need not."""
+    """Returns True if the results of a pass agree; those at padding need not."""
     if expected is None or found.shape != expected.shape or not found.numel():
         return False
     inputs = inputs_of(phase)

@@ -99,7 +99,7 @@ def test_the_policy_changes_with_the_keys_that_both_have() -> None:
         ("threshold", 1.0, r"select.threshold=1.0: expected a number in \[0, 1\)"),
         ("nucleus", 0.0, r"select.mass=0.0: expected a number in \(0, 1\]"),
         ("token_budget", 0, r"select.tokens=0: expected an integer in \[1, 1e9\]"),
-        ("multiscale", [0.5, 0.5], r"select.shares=\[0.5, 0.5\]: four shares"),
+        ("multiscale", [0.5, 0.5], r"select.shares=\[0.5, 0.5\]: expected four shares"),
     ],
 )
 def test_values_out_of_range_are_refused(policy: str, value: Any, says: str) -> None:

@@ -226,10 +226,10 @@ def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], s
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"dtype": "float16"}, "dtype=float16: auto, bfloat16 or float32"),
+        ({"dtype": "float16"}, "dtype=float16: expected auto, bfloat16 or float32"),
         ({"gate_weight": -1.0}, r"gate_weight=-1.0: expected a number in \[0, 1e6\]"),
         ({"tasks": 1.5}, r"tasks=1.5: expected a number in \[0, 1\]"),
-        ({"tasks": 0.5}, "data.seq_len=96: 256 tokens or more with tasks=0.5"),
+        ({"tasks": 0.5}, "data.seq_len=96: expected 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk or multiscale"),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),

@@ -225,7 +225,7 @@ def test_unsupported_masks_and_caches_are_refused() -> None:
     [
         ({"head_mixing": "scores"}, "cannot be combined.*products"),
         ({"head_mixing": "heads"}, "expected 'scores', 'group', None"),
-        ({"mask": "keys"}, "mask='keys': accepted are"),
+        ({"mask": "keys"}, "mask='keys': expected"),
         ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
         ({"layers": (0, 2)}, "expected 0 to 1"),
     ],

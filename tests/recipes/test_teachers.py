@@ -241,7 +241,7 @@ def of_the_training(folder: Path) -> None:
         ("", lambda folder: (folder / "books/book.txt").rename(folder / "books/code-book.txt"), "no book; files whose"),
         ("--tokenizer /nowhere", None, "--tokenizer=/nowhere: the folder has no tokenizer"),
         ("--tokenizer {}/own", without_bos, "a BOS and an EOS token"),
-        ("", lambda folder: (folder / "out/model/code.py").touch(), "not an artifact; choose another --out$"),
+        ("", lambda folder: (folder / "out/model/code.py").touch(), "not part of an artifact; choose another --out$"),
         ("--test {}/test", of_the_training, r"test: [\d,]+ of its [\d,]+ compared passages .* are also in the training text"),
         (
             "--test {}/test",

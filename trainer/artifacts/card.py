@@ -80,9 +80,9 @@ training data, the seed, the versions and the base model; `config.yaml` holds th
 
 
 def run_card(cards: Mapping[str, str], repository: str) -> str:
-    """Returns the card of a repository with an artifact of each kind; ``cards`` are those of the artifacts, by kind.
+    """Returns the card of a repository with one artifact of each kind; ``cards`` are the cards of the artifacts, by kind.
 
-    Its front matter has the keys of theirs, such as a license that the user added, and all of their tags.
+    Its front matter merges theirs: keys such as a license that the user added, and all tags.
     """
     import yaml
 
@@ -113,9 +113,9 @@ def front_matter(card: str, where: str) -> dict[str, Any]:
 
 
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
-    """Returns a table of the evaluation in the folder of a run, "" if there is none of exactly these artifacts.
+    """Returns a table of the evaluation in the folder of a run, or "" if it did not measure exactly these artifacts.
 
-    ``hashes`` are those of their contents, by kind. Rows of other methods than theirs and dense attention are left out.
+    ``hashes`` are the artifacts' content hashes, by kind. Only rows of their methods and of dense attention are shown.
     """
     path = folder / RESULTS
     if not os.path.exists(path):
@@ -154,7 +154,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _example(kinds: set[str], path: str) -> str:
-    """Returns a Python example that attaches artifacts of these kinds; a k-means routes only where there is no classifier."""
+    """Returns a Python example that attaches artifacts of these kinds; a k-means routes only if there is no classifier."""
     router = {"qmodel"} if kinds & {"kmeans", "qmodel", "decode_gate"} else set()
     arguments = ", ".join(f'{name}="{path}"' for name in sorted(router | kinds & {"gate"}))
     return f"```python\nimport msattn\n\nwith msattn.attach(model, {arguments}):\n    model.generate(...)\n```"

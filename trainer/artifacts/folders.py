@@ -1,4 +1,4 @@
-"""Folders of artifacts: their places under ``outputs``, and what a path or a Hub id stands for."""
+"""Folders of artifacts: their places under ``outputs``, and the resolution of paths and Hub ids."""
 
 import os
 import re
@@ -70,7 +70,7 @@ def _local_folder(path: str | Path) -> Path:
 
 
 def is_hub_id(path: str | Path) -> bool:
-    """Returns True for the id of a Hub repository, False for what exists on this machine or is named like a path."""
+    """Returns True for the id of a Hub repository, False for a path that exists or text that looks like a path."""
     if isinstance(path, Path) or os.path.exists(os.path.expanduser(path)):
         return False
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None

@@ -49,12 +49,12 @@ def download(repository: str, revision: str | None = None) -> Path:
 
 
 def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = False, token: str | None = None) -> str:
-    """Makes ``held`` the artifacts of a Hub repository, in one commit.
+    """Replaces the artifacts of a Hub repository by ``held``, in one commit.
 
-    The repository is created if there is none. Files of other artifacts are removed from it, and stay in its history; files
-    that belong to no artifact are kept, but for ``README.md``, the model card. In the repository of a model its own files are
-    all kept: artifacts go to folders of their kinds, and ``config.json`` names them as what serves the model. If the upload
-    is interrupted, nothing changes.
+    The repository is created if it does not exist. Files of other artifacts are removed but stay in its history. Files that
+    belong to no artifact are kept, except ``README.md``, the model card. In the repository of a model all of the model's files
+    are kept: artifacts go to folders named after their kinds, and ``config.json`` refers to them. An interrupted upload changes
+    nothing.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = Fal
 
 
 def _model_config(path: Path, repository: str, kinds: Collection[str]) -> bytes:
-    """Returns the ``config.json`` of a model with artifacts of its own repository as what serves it."""
+    """Returns the ``config.json`` of a model, changed to use the artifacts in its own repository."""
     config = read_json(path, f"push {repository}: {MODEL_CONFIG}", MAX_CARD_BYTES)
     roles = {"gate": {"gate"} & {*kinds}, "qmodel": {*kinds} - {"gate"}}
     kept = {name: value for name, value in (settings_of(config.get(KEY)) or {}).items() if name not in roles}
@@ -123,7 +123,7 @@ def _card(artifact: "Artifact") -> str:
 
 
 def _evaluation(artifacts: "list[Artifact]") -> str:
-    """Returns the section of the evaluation of these artifacts, which is in the folder of their run."""
+    """Returns the section about the evaluation of these artifacts, from the folder of their run."""
     hashes = {artifact.kind: artifact.manifest["content_hash"] for artifact in artifacts}
     runs = {artifact.path.parent for artifact in artifacts}
     return evaluation_section(runs.pop(), hashes) if len(runs) == 1 else ""
@@ -143,7 +143,7 @@ def _check_name(repository: Any) -> None:
 
 
 def _checked_token(token: str | None) -> str:
-    """Returns the token to use; a malformed one is refused here, because libraries would show it in their messages."""
+    """Returns the token to use; refuses a malformed token, because libraries would show it in their messages."""
     from huggingface_hub import get_token
 
     found = get_token() if token is None else token
@@ -172,7 +172,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _refusals(repository: str, token: str) -> Iterator[None]:
-    """Raises UserError for what the Hub refuses and for failed connections, without the token."""
+    """Raises UserError, without the token, for refusals by the Hub and failed connections."""
     from huggingface_hub.errors import HfHubHTTPError
 
     http_error, os_error = HfHubHTTPError.__bases__  # that of httpx or httpx2, by version; it includes failed connections

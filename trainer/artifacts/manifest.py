@@ -84,7 +84,7 @@ class Artifact:
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
     """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
 
-    Raises UserError for a missing or damaged file, a missing key, another type, and another kind or format version.
+    Raises UserError for a missing or damaged file, a missing key, a wrong type, or another kind or format version.
     """
     where = f"artifact {path}: {MANIFEST}"
     manifest = read_json(folder / MANIFEST, where, MAX_MANIFEST_BYTES)
@@ -102,7 +102,7 @@ def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> di
 def checksum(manifest: Mapping[str, Any], config: str) -> str:
     """Returns the SHA-256 of a manifest without its key ``checksum``, and of the text of ``config.yaml``.
 
-    It finds accidental changes; whoever changes a file on purpose can compute it again.
+    It detects accidental changes; a deliberate change can include a new checksum.
     """
     rest = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps([rest, config], sort_keys=True).encode()).hexdigest()
@@ -116,9 +116,9 @@ def describe_tensor(tensor: Tensor) -> dict[str, Any]:
 def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
     """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
 
-    Raises UserError for a model of another shape or other RoPE parameters (the message names the first field that differs).
-    Returns a warning, or with ``strict`` refuses, if weights differ, as of a quantized model, or cannot be compared; None if
-    all fits.
+    Raises UserError for a model with another shape or other RoPE parameters (the message names the first field that differs).
+    Returns a warning, or raises UserError with ``strict``, if weights differ, as in a quantized model, or cannot be compared;
+    otherwise None.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"

@@ -1,6 +1,6 @@
-"""The key ``sparse_attention_config`` of a model's ``config.json``, which says what serves the model.
+"""The key ``sparse_attention_config`` of a model's ``config.json``, which holds the options of ``msattn.attach``.
 
-It has the form of NVIDIA's Model-Optimizer: groups of settings, each for one algorithm, of which readers take those they know.
+It has the format of NVIDIA's Model-Optimizer: groups of settings, each for one algorithm. Readers ignore unknown groups.
 """
 
 import json
@@ -16,7 +16,7 @@ OWN = "."  # in place of a path: the folder or Hub repository of the model itsel
 
 
 def with_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a ``config.json`` with ``settings`` in place of those for msattn; all other keys and groups are kept."""
+    """Returns a ``config.json`` with ``settings`` as the group for msattn; all other keys and groups are kept."""
     section = config.get(KEY)
     section = dict(section) if isinstance(section, Mapping) else {}
     groups = {name: group for name, group in _groups(section).items() if not _is_own(group)}

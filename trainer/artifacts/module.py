@@ -1,4 +1,4 @@
-"""The base class of modules that are kept as artifacts."""
+"""The base class of modules that are saved as artifacts."""
 
 from pathlib import Path
 from typing import Self
@@ -14,7 +14,7 @@ from msattn.trainer.storage.hashes import content_hash
 
 
 class ArtifactModule(nn.Module):
-    """A module that is kept as an artifact, in a folder or on the Hub; ``artifact`` is None for a module that was built."""
+    """A module that is saved as an artifact, in a folder or on the Hub; ``artifact`` is None for a newly built module."""
 
     artifact: Artifact | None = None
 
@@ -25,16 +25,16 @@ class ArtifactModule(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, revision: str | None = None) -> Self:
-        """Loads an artifact as :meth:`load`.
+        """Loads an artifact like :meth:`load`.
 
         Parameters
         ----------
         path : folder of an artifact or of a run, id of a Hub repository, or ``embedded``.
-        revision : branch, tag or commit of a Hub repository; None is the default branch.
+        revision : branch, tag or commit of a Hub repository; None: the default branch.
 
         Raises
         ------
-        UserError : as :meth:`load`; there is no such revision, or ``path`` is no Hub id.
+        UserError : see :meth:`load`; or there is no such revision, or ``path`` is not a Hub id.
         """
         if revision is None:
             return cls.load(path)
@@ -53,7 +53,7 @@ class ArtifactModule(nn.Module):
 
         Raises
         ------
-        UserError : as :func:`msattn.trainer.artifacts.push`; or this was not loaded from an artifact, or was changed since.
+        UserError : see :func:`msattn.trainer.artifacts.push`; or the module was not loaded from an artifact, or was changed.
         """
         name = type(self).__name__
         if self.artifact is None:

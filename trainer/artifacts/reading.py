@@ -28,7 +28,7 @@ ATTEMPTS = 5  # of reading an artifact that another process replaces at the same
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:
-    """Reads an artifact of ``kind`` and validates all of its files; if a writer replaces it meanwhile, reads it again.
+    """Reads an artifact of ``kind`` and validates all of its files; reads it again if a writer replaces it meanwhile.
 
     Raises UserError for missing, incomplete or altered files, links that leave the folder, values that are not finite, another
     kind or format version; the message names the field.

@@ -72,8 +72,8 @@ def write(
     """Writes an artifact atomically: if the process is killed, ``folder`` holds the old artifact or the complete new one.
 
     ``config`` is the resolved configuration as plain dictionaries, ``model`` the base model's fingerprint
-    (:func:`msattn.trainer.models.identity.fingerprint`), ``data`` that of the training data. ``details`` are values of the kind
-    that loading needs, such as the gate's configuration, ``metrics`` those for the model card, null if not finite.
+    (:func:`msattn.trainer.models.identity.fingerprint`), ``data`` the fingerprint of the training data. ``details`` are values
+    that loading this kind needs, such as the gate's configuration; ``metrics`` go to the model card, as null if not finite.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind}: expected {', '.join(KINDS)}")

@@ -105,7 +105,7 @@ def _wandb() -> Check:
 
 
 def _netrc_has_wandb() -> bool:
-    """Returns whether the user's netrc names W&B; one that cannot be read has no key."""
+    """Returns True if the user's netrc names W&B; one that cannot be read has no key."""
     netrc = Path(os.path.expanduser(os.environ.get("NETRC", "~/.netrc")))
     try:
         return netrc.is_file() and "wandb" in netrc.read_text(errors="ignore")

@@ -24,7 +24,7 @@ class Prompt:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def is_answered_by(self, text: str) -> bool:
-        """Returns whether the expected answer is in ``text``, as whole words, whatever the case and the white space."""
+        """Returns True if the expected answer is in ``text``, as whole words, whatever the case and the white space."""
         return re.search(rf"(?<!\w){re.escape(_normal(self.answer))}(?!\w)", _normal(text)) is not None
 
 

@@ -1,4 +1,4 @@
-"""Methods, ways to choose the blocks or keys that are read, and the interface of scorers of blocks."""
+"""Methods, which choose the blocks or keys that are read, and the interface of block scorers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ VARIANT_STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """A method as results, tables and figures name it; ``str`` of it is its name in results."""
+    """A method as named in results, tables and figures; ``str(method)`` is its name in results."""
 
     name: str
     title: str | None = field(default=None, compare=False)  # in tables and figures; None: the name
@@ -36,7 +36,7 @@ class Method:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Method":
-        """Returns the method whose fields, ``dataclasses.asdict`` of it, were read from a file."""
+        """Returns the method with these fields, which were read from a file (``dataclasses.asdict`` of a method)."""
         method = cls(**fields)
         return replace(method, variants=tuple(method.variants))
 
@@ -50,7 +50,7 @@ class Method:
 
     @property
     def is_dense(self) -> bool:
-        """True for dense attention, with whatever kernel."""
+        """True for dense attention with any kernel."""
         return self.name == DENSE.name
 
     @property
@@ -65,7 +65,7 @@ class Method:
 
     @property
     def line(self) -> dict[str, Any]:
-        """Keyword arguments of ``Axes.plot``: those of the method, of its source and of its variants."""
+        """Keyword arguments of ``Axes.plot``, from the method, its source and its variants."""
         found = {"linewidth": 1.3, "markersize": 5, "color": "#B8860B", "marker": "d", **self.style}
         if self.source:
             found |= {"color": self.other_color or found["color"], "marker": "h"}
@@ -76,7 +76,7 @@ class Method:
         return found
 
     def of(self, *variants: str, source: str = "") -> "Method":
-        """Returns the method in further variants."""
+        """Returns the method with additional variants."""
         return replace(self, variants=(*self.variants, *variants), source=source or self.source)
 
     def _with_variants(self, name: str) -> str:

@@ -108,7 +108,7 @@ SINK_AND_LOCAL = AlwaysRead()
 
 
 class _Captured(threading.local):
-    """Candidates of the graph that the current thread captures, by the arguments of :func:`candidate_blocks`."""
+    """Candidates of the graph that the current thread captures, keyed by the arguments of :func:`candidate_blocks`."""
 
     candidates: dict[tuple, Candidates] | None = None
 
@@ -118,7 +118,7 @@ _captured = _Captured()
 
 @contextmanager
 def shared_by_layers() -> Iterator[None]:
-    """Lets all layers of a graph that is captured in the block have the same candidates."""
+    """Shares candidates between all layers of a graph that is captured in the block."""
     _captured.candidates = {}
     try:
         yield
@@ -134,10 +134,10 @@ def candidate_blocks(
     device: torch.device,
     always: AlwaysRead = SINK_AND_LOCAL,
 ) -> Candidates:
-    """Returns the visible blocks, of which the diagonal ones and those of ``always`` must be read.
+    """Returns the visible blocks, of which the diagonal ones and those in ``always`` must be read.
 
-    Without padding the result depends only on shapes and is cached for the other layers, because computing it takes longer than
-    the selection.
+    Without padding the result depends only on shapes. It is then cached for the other layers, because computing it takes longer
+    than the selection.
     """
     if kv_start is not None:
         return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, always)
@@ -161,7 +161,7 @@ def _unpadded_candidates(
 def _candidate_blocks(
     num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, always: AlwaysRead
 ) -> Candidates:
-    """Returns the result of :func:`candidate_blocks`, computed anew.
+    """Computes the result of :func:`candidate_blocks` without a cache.
 
     Diagonal blocks hold the row block's own tokens: one per row, or two if its queries start inside a column block. Every query
     sees a key in them.
@@ -211,7 +211,7 @@ def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = No
 
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
-    """Returns the share of the visible blocks of a prompt that are not always read, for a prompt of ``blocks`` blocks."""
+    """Returns the share of the visible blocks that are not always read, in a prompt of ``blocks`` blocks."""
     least, short = 1 + always.sink_blocks + always.local_blocks, min(always.short_rows, blocks)
     read = short * (short + 1) / 2 + sum(min(visible, least) for visible in range(short + 1, blocks + 1))
     return 1 - read / (blocks * (blocks + 1) / 2)

@@ -1,4 +1,4 @@
-"""Routing: assignment of keys to buckets, and choice of the buckets that a query reads (SAAP, sections 4 and 5)."""
+"""Routing: assigns keys to buckets and chooses the buckets that a query reads (SAAP, sections 4 and 5)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
 
 
 class Router(nn.Module, ABC):
-    """Base class of routers, which score the buckets of keys for a query and choose those that it reads.
+    """Base class of routers, which score buckets of keys for a query and choose the buckets that it reads.
 
-    Buckets are by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
-    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries are those of one token. Serving and evaluation know a
-    router by these attributes and methods alone.
+    Buckets are either formed by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
+    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries belong to a single token. Serving and evaluation use only
+    these attributes and methods of a router.
     """
 
     method: ClassVar[Method]
@@ -54,11 +54,11 @@ class Router(nn.Module, ABC):
         return self
 
     def assigns_like(self, other: "Router") -> bool:
-        """Returns whether ``other`` gives each key the same bucket, and summarizes buckets alike."""
+        """Returns True if ``other`` assigns each key to the same bucket and summarizes buckets in the same way."""
         return self is other
 
     def check_model(self, config: Any) -> None:
-        """Raises UserError for a model of another shape or without the routed layers, and for weights that are not finite."""
+        """Raises UserError for a model with another shape or without the routed layers, and for weights that are not finite."""
         check_shape("qmodel", {"num_kv_heads": self.kv_heads}, config)
         fits = set(self.layers) <= set(range(num_layers(config)))
         require(fits, "qmodel.layers", self.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
@@ -68,7 +68,7 @@ class Router(nn.Module, ABC):
         check_finite("qmodel", self)
 
     def decode_numbers(self, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
-        """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: ``given``, of the artifact, or of the presets."""
+        """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: as ``given``, else from the artifact or presets."""
         recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
         defaults = decode_defaults(presets, self.num_buckets)
         found = {
@@ -77,7 +77,7 @@ class Router(nn.Module, ABC):
         return found | {"dense_layers": tuple(found["dense_layers"])}
 
     def budget(self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None) -> Budget:
-        """Returns the budget by ``threshold``, ``keys`` or, without them, ``probes``; UserError for one of another router."""
+        """Returns the budget for ``threshold``, ``keys`` or else ``probes``; raises UserError if it is for another router."""
         if threshold is not None:
             raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
         if keys is None:
@@ -93,21 +93,21 @@ class Router(nn.Module, ABC):
         return self.thresholds.budget(keys, self.num_buckets)
 
     def mean_keys(self, budget: Budget) -> tuple[int, float]:
-        """Returns the keys that a query reads in buckets on average: a number at every length, and a share of all keys."""
+        """Returns how many keys in buckets a query reads on average: a fixed number, plus a share of all keys."""
         return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
     def shard(self, part: "HeadShard") -> "Router":
-        """Returns the router of a part of the heads, for tensor parallelism; only a router that is served so needs it."""
+        """Returns the router of a part of the heads. Only needed for tensor parallelism."""
         raise NotImplementedError(f"{type(self).__name__}.shard: tensor parallelism needs this method")
 
     @abstractmethod
     def visit(
         self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
     ) -> Tensor:
-        """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``, -1 is none.
+        """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``, -1 for none.
 
-        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window`` keys, ``[B]`` or the same
-        number for all sequences, are read anyway. With ``by_head`` each query head has buckets of its own: ``[B, Hq, L]``.
+        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window`` keys, ``[B]`` or one number
+        for all sequences, are always read. With ``by_head`` each query head has its own buckets: ``[B, Hq, L]``.
         """
 
     @abstractmethod
@@ -118,8 +118,8 @@ class Router(nn.Module, ABC):
     def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
         """Returns the bucket scores of the queries at ``positions [n]`` of a whole text: ``[n, Hkv, C]``.
 
-        ``recent`` is the number of last keys that a query always reads: of blocks, only those before are scored. With
-        ``by_head`` the result is ``[n, Hq, C]``.
+        A query always reads the last ``recent`` keys, so block routers score only blocks before these. With ``by_head`` the
+        result is ``[n, Hq, C]``.
         """
 
     def choose(self, scores: Tensor, budget: Budget, sizes: Sizes | None = None) -> Tensor:
@@ -142,19 +142,19 @@ class Router(nn.Module, ABC):
         return top_buckets(scores, probes)
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """Returns the buckets that all probes visit, by their ``scores [B, H, C]``: ``[B, H, L]``, -1 is none."""
+        """Returns the buckets in the order in which probes visit them, by ``scores [B, H, C]``: ``[B, H, L]``, -1 is none."""
         return scores.argsort(-1, descending=True)
 
     def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns the number of buckets that are visited with ``probes``, of ``far`` ones; the shapes are broadcast."""
+        """Returns how many of ``far`` buckets are visited with ``probes``; the shapes are broadcast."""
         return probes.minimum(far)
 
     def only_far(self, scores: Tensor, before_window: Tensor) -> Tensor:
-        """Returns ``scores [B, H, C]`` without those of blocks that have no key among the first ``before_window [B]`` ones."""
+        """Removes blocks from ``scores [B, H, C]`` that have no key among the first ``before_window [B]`` keys."""
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Returns the predicted attention to the buckets, up to a factor of each row, from ``scores [B, H, C]``."""
+        """Returns the predicted attention to the buckets, up to a factor per row, from ``scores [B, H, C]``."""
         return scores
 
 
@@ -225,12 +225,12 @@ class RouterDetails:
 
 
 def decode_defaults(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
-    """Returns the numbers with which a router is meant to be served; its manifest records them for ``msattn.attach``."""
+    """Returns the default settings for serving a router; its manifest records them for ``msattn.attach``."""
     return {"probes": min(presets.probes, num_buckets), **decode_window(presets)}
 
 
 def decode_window(presets: "ModelPresets") -> dict[str, Any]:
-    """Returns the numbers of :func:`decode_defaults` that do not depend on the buckets: what is read of each text anyway."""
+    """Returns the settings of :func:`decode_defaults` that do not depend on the buckets: the keys that are always read."""
     return {"recent": presets.recent, "sink": 1, "dense_layers": [0]}
 
 
@@ -259,7 +259,7 @@ def hash32(word: Any) -> Any:
 def bucket_sizes(buckets: Tensor, positions: Tensor, num_buckets: int) -> Tensor:
     """Returns the number of keys up to each of ``positions`` in each bucket: int64 ``[n, Hkv, C]``.
 
-    ``buckets`` int32 ``[Hkv, N]`` are those of the keys, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
+    ``buckets`` int32 ``[Hkv, N]`` are the keys' buckets, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
     """
     keys = torch.arange(buckets.shape[1], device=buckets.device)
     first_query = torch.searchsorted(positions, keys)  # that sees the key

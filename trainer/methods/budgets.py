@@ -1,4 +1,4 @@
-"""Budgets: how many of the buckets, or blocks, that a router has scored a query reads."""
+"""Budgets, which limit how many of the scored buckets or blocks a query reads."""
 
 import math
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ PROBE_LIMIT_FACTOR = 4  # times the number of buckets that hold the share, if al
 
 @dataclass(frozen=True)
 class Probes:
-    """The buckets with the highest scores, always the same number."""
+    """A fixed number of buckets, those with the highest scores."""
 
     most: int
 
 
 @dataclass(frozen=True)
 class KeyShare:
-    """The buckets whose density reaches a threshold that was calibrated to read a mean ``share`` of the keys.
+    """Buckets whose density reaches a threshold, which was calibrated to read a mean ``share`` of the keys.
 
-    At most the ``most`` densest are read: a fixed number, as CUDA graphs need.
+    At most the ``most`` densest ones are read, because CUDA graphs need a fixed number.
     """
 
     share: float
@@ -34,7 +34,7 @@ class KeyShare:
 
 @dataclass(frozen=True)
 class Probability:
-    """The blocks whose predicted probability is ``least`` or more, of which there are at most ``most``."""
+    """Blocks whose predicted probability is at least ``least``; there are at most ``most`` of them."""
 
     least: float
     most: int

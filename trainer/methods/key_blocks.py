@@ -1,4 +1,4 @@
-"""Blocks of neighbouring keys as buckets, for routers that choose by position or by a summary of a block's keys."""
+"""Blocks of neighbouring keys as buckets, for routers that choose by position or by a summary of the keys in a block."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ NOT_FAR = float("-inf")  # score of a block in the dense window
 
 
 class BlockRouter(Router):
-    """Chooses among the far blocks of a sequence, those with a key before the dense window.
+    """Chooses among the far blocks of a sequence, which have a key before the dense window.
 
-    ``num_buckets`` is the largest number of probes. Blocks that are not far have the score ``NOT_FAR``, see :meth:`only_far`.
+    ``num_buckets`` is the largest number of probes. Other blocks have the score ``NOT_FAR``, see :meth:`only_far`.
     A subclass with its own :meth:`visit` and :meth:`scores_at` needs no :meth:`summarize` and no :meth:`head_scores`.
     """
 
@@ -30,8 +30,8 @@ class BlockRouter(Router):
     def summarize(self, x: "LayerInputs") -> Tensor:
         """Returns a summary of each block: ``[B, Hkv, count_blocks(M, block_size), S]``.
 
-        ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A last block
-        that is not full is one of its keys so far.
+        ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A partial last
+        block is summarized from its keys so far.
         """
         raise NotImplementedError
 
@@ -80,9 +80,9 @@ class BlockRouter(Router):
     def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other blocks.
 
-        ``x`` holds one query of each sequence; ``summaries [B or 1, Hkv, P, S]`` of blocks that are not far may hold anything.
-        ``window`` is the number of last keys that are read anyway, one for all sequences or ``[B]``. With ``by_head`` these are
-        the scores of each query head: ``[B, Hq, P]``.
+        ``x`` holds one query of each sequence; ``summaries [B or 1, Hkv, P, S]`` of blocks that are not far are ignored.
+        ``window`` is the number of last keys that are always read, one for all sequences or ``[B]``. With ``by_head`` the
+        result has the scores of each query head: ``[B, Hq, P]``.
         """
         keys = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) if x.kv_len is None else x.kv_len
         keys = keys - (0 if x.kv_start is None else x.kv_start)
@@ -118,7 +118,7 @@ def num_far(scores: Tensor) -> Tensor:
 def block_products(queries: Tensor, summaries: Tensor) -> Tensor:
     """Returns the products of ``queries [B, Hkv, R, S]`` and ``summaries [B or 1, Hkv, P, S]``: ``[B, Hkv, R, P]``.
 
-    One set of summaries, for queries of one sequence, is not copied.
+    A single set of summaries, for queries of one sequence, is not copied.
     """
     rows = queries.unflatten(0, (len(summaries), -1)).transpose(1, 2)  # [sequences, Hkv, n, R, S]
     products = rows.flatten(2, 3) @ summaries.mT  # [sequences, Hkv, n * R, P]

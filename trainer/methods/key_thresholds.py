@@ -1,8 +1,8 @@
-"""Calibrated thresholds of routers: a given share of the keys on average, more where attention is flat.
+"""Calibrated thresholds of routers, which read a given share of the keys on average and more where attention is flat.
 
-The density of a bucket is the predicted attention of its keys, as a multiple of the mean key's. A query reads the buckets with
-the highest density. A threshold decides how dense a bucket must be: one for all layers and heads, for each of a grid of shares.
-The dense window comes on top of the share. Query classifiers and decode gates store their thresholds.
+The density of a bucket is the predicted attention per key, divided by the mean over all keys. A query reads the buckets with
+the highest density. A threshold, shared by all layers and heads, decides how dense a bucket must be; there is one threshold for
+each share of a grid. The dense window comes on top of the share. Query classifiers and decode gates store their thresholds.
 """
 
 from collections.abc import Iterable

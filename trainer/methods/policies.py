@@ -46,9 +46,9 @@ class TopK(_Policy):
 class Calibrated:
     """Selects part of each row's top-k share, and blocks above a threshold.
 
-    ``floor`` is this part, a share of the visible blocks. The threshold, ``scale * v ** exponent * (1 - above / v) **
-    edge_exponent`` for a row with ``v`` visible blocks, is that of the layer (:mod:`msattn.trainer.methods.thresholds`); so
-    ``select.sparsity`` is the mean over the rows and heads of a layer. It depends on the row alone: prompts that are read in
+    ``floor`` is this part, as a share of the visible blocks. The threshold of a row with ``v`` visible blocks is ``scale * v **
+    exponent * (1 - above / v) ** edge_exponent``, with the layer's parameters (:mod:`msattn.trainer.methods.thresholds`), so
+    ``select.sparsity`` is the mean over the rows and heads of a layer. It depends only on the row, so prompts that are read in
     chunks select the same blocks.
     """
 

@@ -31,9 +31,9 @@ Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.po
 
 
 class TrainedScorer(Protocol):
-    """Interface of a gate, as far as a selection needs it: its block scores by name, and what its artifact records.
+    """Interface of a gate as a selection needs it: its block scores by name, and the settings that its artifact records.
 
-    That is the blocks that every row reads in addition, and thresholds of ``calibrate_blocks``, None without any.
+    These are the blocks that every row also reads, and the thresholds of ``calibrate_blocks`` (None without thresholds).
     """
 
     @property
@@ -72,7 +72,7 @@ class Selection:
         return getattr(self.scorer, "gate", None)
 
     def needs_keys(self, x: "LayerInputs") -> bool:
-        """Returns whether the scores of a pass need each key; those of a gate may need the pooled ones alone."""
+        """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
         return self.gate is None or cast(Any, self.scorer).needs_keys(x)
 
     @classmethod
@@ -86,10 +86,10 @@ class Selection:
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
-        Scores of gates need ``gate``, and scores ``a_shape`` the ``scorer`` from ``measure_spans``, which otherwise replaces
-        the one that ``cfg.scores`` names. The policy ``calibrated`` takes ``thresholds`` of ``calibrate_blocks``, or
-        those of the gate. Raises UserError if one of these is missing, or thresholds were measured with other blocks that are
-        always read.
+        Gate scores need ``gate``; the scores ``a_shape`` need the ``scorer`` from ``measure_spans``. In other cases ``scorer``
+        replaces the one named by ``cfg.scores``. The policy ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or
+        those of the gate. Raises UserError if one of these is missing, or if the thresholds were measured with other
+        always-read blocks.
         """
         scorer = scorer or _scorer(cfg, gate)
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL

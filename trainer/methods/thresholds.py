@@ -1,4 +1,4 @@
-"""Calibrated thresholds of block scores: a given share of the blocks on average, more where it pays and less elsewhere.
+"""Calibrated thresholds of block scores, which read a given share of the blocks on average and more where it helps most.
 
 Top-k reads the same share of each row in each head. A calibrated policy reads only a part of that share by top-k, its floor. A
 threshold adds the blocks with a high score: many where attention is flat, few where it is sharp. A gate has one threshold for
@@ -11,13 +11,13 @@ those of a longer row are smaller. And the blocks that are always read are a lar
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
-fitted on text for a grid of sparsities. It holds for shorter and for longer prompts. It does not depend on later rows, and so
-neither does the selection of a row.
+fitted to text for a grid of sparsities. It holds for shorter and for longer prompts. Neither it nor the selection of a row
+depends on later rows.
 
-Rows of up to ``SHORT_ROWS`` blocks are read whole. A share of few blocks costs them more quality than all other rows. Reading
-them whole costs 1 % of the blocks of 8192 tokens, less of longer prompts.
+Rows of up to ``SHORT_ROWS`` blocks are read in full, because a share of so few blocks would cost more quality than in all other
+rows. This adds 1 % of the blocks at 8192 tokens, less in longer prompts.
 
-Gates store their thresholds; ``msattn eval`` measures those of the baselines in the same way.
+Gates store their thresholds; ``msattn eval`` measures thresholds of the baselines in the same way.
 """
 
 import math
@@ -57,10 +57,10 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 class Allocation(NamedTuple):
-    """A way to share out the blocks that are read: ``floor`` is the part of its top-k share that each row reads in any case.
+    """Allocation of the blocks that are read: ``floor`` is the part of its top-k share that each row always reads.
 
-    Below 0.75 late rows of long prompts lose blocks that hold the answer, if layers have thresholds of their own. ``pooled``:
-    all layers have the same threshold.
+    If layers have separate thresholds, values below 0.75 make late rows of long prompts lose blocks with the answer.
+    ``pooled``: all layers have the same threshold.
     """
 
     floor: float = 0.75
@@ -136,7 +136,7 @@ class _Histograms(NamedTuple):
     log_visible: Tensor  # fp64 [bands], sum of log2 of their visible blocks
 
     def plus(self, other: "_Histograms") -> "_Histograms":
-        """Returns the sum with the histograms of another chunk, which has other bands if it has another length."""
+        """Returns the sum with the histograms of another chunk, whose bands differ if its length differs."""
         bands = max(len(self.rows), len(other.rows))
         return _Histograms(*map(torch.add, self._padded(bands), other._padded(bands)))
 
@@ -158,9 +158,9 @@ def calibrate_blocks(
 ) -> dict[str, BlockThresholds]:
     """Returns thresholds on the scores of each layer for a grid of mean sparsities, of all ``scorers`` in one dense pass.
 
-    The scorers are those of gates (``GateScores``) or of methods without training, by name. ``chunks`` are this rank's items
-    ``{"input_ids": int64 [N]}``, from training text and never from test text. ``always`` are the blocks that each row reads in
-    any case, ``allocation`` that of all scorers (None: of each its own).
+    The scorers, by name, belong to gates (``GateScores``) or training-free methods. ``chunks`` are this rank's items
+    ``{"input_ids": int64 [N]}``, from training text and never from test text. ``always`` are the blocks that each row always
+    reads; ``allocation`` applies to all scorers (None: each uses its own).
     """
     allocations = {name: allocation or allocation_of(scorer) for name, scorer in scorers.items()}
     found: dict[tuple[str, int], _Histograms] = {}
@@ -216,10 +216,10 @@ def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _H
 
 
 def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | None]:
-    """Returns the threshold for each of ``SPARSITIES``, as a list: a fit to those of the bands, each in logarithms.
+    """Returns the threshold for each of ``SPARSITIES`` as a list, fitted in logarithms to the thresholds of the bands.
 
-    A band's threshold is the largest one that reads enough of its blocks. None stands for a sparsity at which the blocks that
-    are always read are enough in all bands. A layer that is not served has no ``counts``, and no thresholds.
+    A band's threshold is the largest one that reads enough of its blocks. None means that the always-read blocks are enough in
+    all bands at this sparsity. A layer that is not served has no ``counts`` and no thresholds.
     """
     if counts is None:
         return [None] * len(SPARSITIES)
@@ -240,7 +240,7 @@ def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[
 
 
 def shortest_row(sparsity: float, always: AlwaysRead) -> float:
-    """Returns the number of visible blocks up to which the blocks that are always read are the share of a row."""
+    """Returns the number of visible blocks up to which the always-read blocks make up the whole share of a row."""
     return (1 + always.sink_blocks + always.local_blocks) / (1 - sparsity)
 
 

@@ -1,4 +1,4 @@
-"""The frozen model: loading, supported families, RoPE, and access to the attention of each layer.
+"""The frozen model: loading, supported families, RoPE, and access to each layer's attention.
 
 Import functions for loading, configuration and devices from here; import :mod:`~msattn.trainer.models.tap`,
 :mod:`~msattn.trainer.models.rope` and the other modules directly. Nothing here depends on gates or buckets.

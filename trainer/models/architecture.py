@@ -1,7 +1,7 @@
 """``config.json`` and ``generation_config.json`` as transformers' configurations, after checks of their values.
 
-Every key of ``config.json`` reaches transformers but those of :data:`IGNORED`. Of ``generation_config.json`` only the keys of
-:class:`GenerationKeys` do.
+All keys of ``config.json`` except :data:`IGNORED` are passed to transformers. Of ``generation_config.json`` only the keys of
+:class:`GenerationKeys` are.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class GenerationKeys:
 def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     """Returns the configuration of a model, from ``config.json`` or the metadata of a GGUF file.
 
-    Raises UserError if it is missing or damaged, describes another family, or has a value that makes no sense.
+    Raises UserError if it is missing or damaged, describes an unsupported family, or has an invalid value.
     """
     document = files.config() if files.gguf is None else gguf_config(files.gguf, files.name)
     family = str(document.get("model_type"))
@@ -72,7 +72,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
 
 
 def build_config(family: str, keys: Mapping[str, Any], where: str) -> "PreTrainedConfig":
-    """Returns the configuration of a family with these keys; raises UserError, which begins with ``where``, for bad values."""
+    """Returns the configuration of a family with these keys; for bad values raises UserError that begins with ``where``."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -84,9 +84,9 @@ def build_config(family: str, keys: Mapping[str, Any], where: str) -> "PreTraine
 
 
 def _passed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of ``config.json`` that go to transformers: none that would replace a method of its configuration.
+    """Returns the keys of ``config.json`` for transformers, without those that would replace a method of its configuration.
 
-    A flag that is null is False.
+    A null flag becomes False.
     """
     from transformers import CONFIG_MAPPING
 
@@ -102,7 +102,7 @@ def _passed(document: Mapping[str, Any]) -> dict[str, Any]:
 def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "GenerationConfig":
     """Returns the model's generation configuration, from the keys of :class:`GenerationKeys`, or with the tokens of ``config``.
 
-    Raises UserError if ``generation_config.json`` is damaged, or has a value that makes no sense.
+    Raises UserError if ``generation_config.json`` is damaged or has an invalid value.
     """
     from transformers import GenerationConfig
 

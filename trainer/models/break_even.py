@@ -1,4 +1,4 @@
-"""Break-even lengths of sparse attention against dense attention."""
+"""Break-even lengths, from which sparse attention is faster than dense attention."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ BREAK_EVEN: dict[int, dict[float, int]] = {
 
 
 class DecodingCost(NamedTuple):
-    """The cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time."""
+    """Cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time."""
 
     overhead: float  # of a step: choosing buckets, launching kernels
     overhead_of_row: float  # of each sequence of the batch
@@ -34,7 +34,7 @@ DECODING_COST: dict[int, DecodingCost] = {
 def prefill_break_even(sparsity: float, device: torch.device) -> int:
     """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
 
-    Uses the measurement at the nearest sparsity that is not higher; without one the result is ``sys.maxsize``. Returns 0 on
+    Uses the measurement at the nearest sparsity that is not higher; if there is none, returns ``sys.maxsize``. Returns 0 on
     GPUs older than the measured ones.
     """
     measured = BREAK_EVEN.get(_measured_device(device, tuple(BREAK_EVEN)))

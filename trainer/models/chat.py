@@ -16,10 +16,10 @@ MARK = "\u2063msattn\u2063"  # stands for a message whose surroundings are wante
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a prompt, int64 ``[1, N]``: of text, or of messages, which always need a chat template.
+    """Returns the tokens of a prompt, int64 ``[1, N]``: a text, or messages, which always need a chat template.
 
-    ``chat`` makes text the message of a user; None does so if the tokenizer has a chat template. Raises UserError if there is
-    no chat template, it or the tokenizer refuses the messages, or nothing is left of them.
+    ``chat`` makes a text a user message; None does so if the tokenizer has a chat template. Raises UserError if there is no
+    chat template, if the template or the tokenizer refuses the messages, or if no tokens result.
     """
     if isinstance(prompt, str):
         if not uses_chat(tokenizer, chat):
@@ -31,9 +31,9 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, 
 
 
 def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a conversation that ends with a message of the user, int64 ``[1, N]``, as :func:`encode_prompt`.
+    """Returns the tokens of a conversation that ends with a user message, int64 ``[1, N]``, like :func:`encode_prompt`.
 
-    Without a chat template the model continues text: an answer follows its message directly, and a blank line separates turns.
+    Without a chat template the model continues text: answers directly follow messages, and blank lines separate turns.
     """
     if uses_chat(tokenizer, chat):
         return encode_prompt(tokenizer, messages, chat)
@@ -46,7 +46,7 @@ def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages
 
 
 def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tuple[list[int], list[int]]:
-    """Returns the tokens before and after the text of a prompt; the latter are none without a chat template."""
+    """Returns the tokens before and after the text of a prompt; without a chat template there are none after it."""
     if not uses_chat(tokenizer, chat):
         return list(tokenizer("").input_ids), []
     before, _, after = _render(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
@@ -55,7 +55,7 @@ def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tu
 
 
 def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
-    """Returns whether prompts become messages; ``chat=None`` leaves that to the tokenizer."""
+    """Returns True if prompts become messages; ``chat=None`` leaves that to the tokenizer."""
     return tokenizer.chat_template is not None if chat is None else chat
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model: checks of the files before they are loaded, and of the model after that."""
+"""Checks of a model's weights: of the files before loading, and of the model after loading."""
 
 import os
 import re
@@ -37,17 +37,18 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-")  # transformers would read these
 
 @dataclass(frozen=True)
 class Index:
-    """The file that says which file has which weights."""
+    """The index file, which maps weights to files."""
 
     weight_map: Annotated[dict[str, FileName], Len(1)]
     metadata: dict[str, Any]
 
 
 def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
-    """Returns the folder with the weight files, after checks, before a model of the size in ``config`` takes memory.
+    """Checks the weight files before a model of the size in ``config`` allocates memory, and returns their folder.
 
-    Raises UserError if there are none, adapters or several checkpoints; a file is missing or no regular file, lies elsewhere,
-    or holds code; two files have the same weights; there are fewer bytes than the model has weights; or a GGUF file has others.
+    Raises UserError if there are no weights, adapters or several checkpoints; if a file is missing, not regular, outside the
+    folder, or contains code; if two files have the same weights; if the files are too small for the model's weights; or if a
+    GGUF file has other weights.
     """
     if files.gguf is not None and not os.path.lexists(files.gguf.with_name(ADAPTER)):
         _check_size(files, config, 8 * files.gguf.stat().st_size)
@@ -116,7 +117,7 @@ def _parts(files: ModelFiles, index: str) -> list[str]:
 
 
 def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> None:
-    """Raises UserError if two files have weights of the same name, or weights that are not quantized are no real numbers."""
+    """Raises UserError if two files have weights with the same name, or if unquantized weights are not real numbers."""
     seen: dict[str, str] = {}
     for part in parts:
         with safe_open(part, framework="pt") as opened:
@@ -130,7 +131,7 @@ def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> Non
 
 
 def _check_pickle(path: Path) -> None:
-    """Raises an error of any kind unless ``path`` holds tensors by name, and neither code nor other objects."""
+    """Raises an error of any kind unless ``path`` contains only named tensors, without code or other objects."""
     content = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(content, dict):
         raise TypeError(f"it is a {type(content).__name__}")

@@ -1,7 +1,7 @@
 """Accepted values of the keys of ``config.json``.
 
-transformers accepts absurd ones, and some that give NaN. The keys of all families stand together, since the same
-name means the same in each. Defaults are transformers' own.
+transformers accepts absurd values, including some that give NaN. The keys of all families share one class, because a name has
+the same meaning in each family. Defaults are transformers' own.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def compute_devices(model: "nn.Module") -> list[torch.device]:
-    """Returns the devices on which ``model`` computes, in the order of its weights, also if it offloads them."""
+    """Returns the devices on which ``model`` computes, in the order of its weights, even if these are offloaded."""
     found = dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers()))
     return [device for device in found if device.type != "meta"]
 

@@ -1,7 +1,7 @@
 """Model families: which decoders are supported, what distinguishes them, and access to their configurations.
 
-The numbers of a model with images or audio are those of its text configuration. Code elsewhere asks these functions and never
-compares names of families.
+For models with images or audio, the text configuration counts. Other code calls these functions and never compares family
+names.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of a family's decoders from Llama's, as the code of their attention modules has them.
+    """Differences of a family's decoders from Llama's, taken from the code of their attention modules.
 
-    With ``llama_layers``, a layer computes what Llama's does, up to biases and a norm of each query and key, so that the fused
-    modules and the captured steps of :mod:`msattn.trainer.serving` may stand in for it.
+    With ``llama_layers``, a layer computes the same as Llama's, up to biases and a norm of each query and key, so the fused
+    modules and captured steps of :mod:`msattn.trainer.serving` can replace it.
     """
 
     llama_layers: bool = False
@@ -40,7 +40,7 @@ class Family:
     hashed: tuple[str, ...] = ()  # keys of the configuration that attention depends on besides those of all families
 
     def modules_before_rope(self, attention: Any) -> tuple[Any, Any]:
-        """Returns the modules whose outputs hold the queries and the keys before RoPE: norms, projections, or one for both."""
+        """Returns the modules whose outputs are the queries and the keys before RoPE: norms, projections, or a joint one."""
         if hasattr(attention, "qkv_proj"):
             return attention.qkv_proj, attention.qkv_proj
         return getattr(attention, "q_norm", None) or attention.q_proj, getattr(attention, "k_norm", None) or attention.k_proj
@@ -125,9 +125,9 @@ class LayerAttention(NamedTuple):
 
 
 def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
-    """Returns the attention of each layer of a supported model: which may be sparse, and why the others may not.
+    """Returns the attention of each layer of a supported model: whether it can be sparse, and if not, why.
 
-    A window that is at least as long as the model's positions is no window.
+    A window that is at least as long as the model's positions is ignored.
     """
     config = text_config(config)
     rotates = getattr(config, "no_rope_layers", None) or [True] * num_layers(config)  # 1 stands for a layer with RoPE
@@ -192,9 +192,9 @@ def head_dim(config: "PreTrainedConfig") -> int:
 
 
 def full_attention_config(config: "PreTrainedConfig") -> Any:
-    """Returns the configuration of full-attention layers, of which some models have other sizes than of the others.
+    """Returns the configuration of full-attention layers, whose sizes differ from those of other layers in some models.
 
-    Raises UserError if full-attention layers differ among each other.
+    Raises UserError if the full-attention layers differ from each other.
     """
     text = text_config(config)
     if not getattr(text, "is_heterogeneous", False):
@@ -220,7 +220,7 @@ def check_shape(name: str, made_for: Mapping[str, int], config: "PreTrainedConfi
 
 
 def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
-    """Returns the parameters of RoPE, of full-attention layers where each type of layer has its own."""
+    """Returns the RoPE parameters; if each layer type has its own, those of full-attention layers."""
     rope = text_config(config).rope_parameters
     rope = rope.get("full_attention", rope)
     if rope["rope_type"] == "dynamic" and family_of(config).fixed_alpha and (alpha := rope.get("alpha")):
@@ -230,7 +230,7 @@ def rope_parameters(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def rotated_channels(config: "PreTrainedConfig") -> float:
-    """Returns the number of channels of a head that rotate: with "proportional" RoPE all, some of them by no angle."""
+    """Returns the number of rotated channels of a head; with "proportional" RoPE all, some of them by angle 0."""
     rope = rope_parameters(config)
     share = 1.0 if rope["rope_type"] == "proportional" else rope.get("partial_rotary_factor", 1.0)
     return share * head_dim(config)

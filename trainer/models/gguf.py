@@ -1,4 +1,4 @@
-"""Models in GGUF files, as transformers reads them; what it would leave out is added here, or refused."""
+"""Models in GGUF files, read by transformers; information that it would ignore is added here, or the file is refused."""
 
 import json
 import struct
@@ -37,10 +37,10 @@ OF_DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Memor
 
 
 def gguf_metadata(path: Path, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the metadata of a file, in which lists of texts are their lengths, and the names of its tensors.
+    """Returns the metadata of a file, with lists of texts replaced by their lengths, and the names of its tensors.
 
-    Raises UserError, which begins with ``where``, if a package is missing or too old, the file is damaged or a part of a model,
-    or transformers would read its architecture, its RoPE or its tokenizer as another one.
+    Raises UserError, which begins with ``where``, if a package is missing or too old, if the file is damaged or only a part of
+    a model, or if transformers would misread its architecture, RoPE or tokenizer.
     """
     check_regular(path, where)
     _check_packages(where)
@@ -98,7 +98,7 @@ def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
 
 
 def check_tensors(path: Path, config: "PreTrainedConfig", where: str) -> None:
-    """Raises UserError if a file has tensors that the model does not take: transformers would skip them without a word."""
+    """Raises UserError if a file has tensors that the model does not use, which transformers would silently skip."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
@@ -110,7 +110,7 @@ def check_tensors(path: Path, config: "PreTrainedConfig", where: str) -> None:
 
 
 def _refusal(metadata: Mapping[str, Any]) -> str | None:
-    """Returns the reason why a file is not accepted: in all these cases transformers would read another model."""
+    """Returns the reason why a file is refused; in all these cases transformers would read a different model."""
     architecture, parts = metadata["general.architecture"], metadata.get("split.count", 0)
     if str(architecture) not in FAMILIES:
         return f"general.architecture={architecture!s:.60}: expected in GGUF files: {', '.join(FAMILIES)}"
@@ -158,7 +158,7 @@ def _llama3_rope(path: Path, base: float, where: str) -> dict[str, Any]:
 
 
 def _as_trained(backend: "Tokenizer", size: int, split: str) -> "Tokenizer":
-    """Returns byte-level BPE as the model was trained with it, in which transformers' differs."""
+    """Returns byte-level BPE as used in training, which differs from transformers' version."""
     from tokenizers import Tokenizer
 
     state = json.loads(backend.to_str())

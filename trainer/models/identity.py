@@ -34,7 +34,7 @@ def fingerprint(
 
 
 def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: str | None = None) -> dict[str, Any]:
-    """Returns the :func:`fingerprint` of a model whose weights and tokenizer are not known: their hashes are None."""
+    """Returns the :func:`fingerprint` of a model with unknown weights and tokenizer, whose hashes are None."""
     config = text_config(config)
     hashed = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
     hashed["rms_norm_eps"] = float(f"{hashed['rms_norm_eps']:.6g}")  # GGUF files have it in single precision
@@ -59,7 +59,7 @@ def _weights_hash(model: "PreTrainedModel") -> str | None:
 
 
 def _projections(layer: Any) -> tuple[Any, Any]:
-    """Returns two projections of a layer: of its queries, and of its MLP or, among experts, of its attention's output."""
+    """Returns two projections of a layer: that of the queries, and that of the MLP (with experts, of the attention output)."""
     attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
     queries = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
     return queries, mlp.down_proj if hasattr(mlp, "down_proj") else attention.o_proj

@@ -1,7 +1,7 @@
-"""The tensors of one attention layer, as the tap hands them to attention functions, and dense attention over them.
+"""The tensors of one attention layer, as the tap passes them to attention functions, and dense attention over them.
 
-Attention may have soft-capped scores and attention sinks, which SDPA has not. Functions take the layer's inputs whole, so that
-no caller forgets what is done to its scores.
+Attention may have soft-capped scores and attention sinks, which SDPA lacks. Functions take all inputs of the layer, so that no
+caller forgets how its scores are modified.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class LayerInputs:
     ends_prompt: bool = True  # the last token is the last one of a prompt; False in its chunks before
 
     def capped(self, scores: Tensor) -> Tensor:
-        """Returns scaled scores as the layer's softmax gets them."""
+        """Returns scaled scores with the layer's soft cap."""
         return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
     def sequence(self, b: int) -> "LayerInputs":
@@ -61,7 +61,7 @@ class LayerInputs:
 
     @property
     def rotates(self) -> bool:
-        """Returns whether the layer has RoPE."""
+        """Returns True if the layer has RoPE."""
         return self.cos.shape[-1] > 0
 
     @property

@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 def limited(call: Callable[[], Result], where: str) -> Result:
-    """Returns ``call()``, computed in a forked copy of this process; the result is pickled, other effects are lost.
+    """Returns ``call()``, computed in a forked copy of this process. The result is pickled; other effects are lost.
 
-    Libraries raise many kinds of errors for damaged files, or abort the process. Here each is the same UserError, ``where``
-    with the reason in parentheses, also for more than :data:`SECONDS`, :data:`WAIT` or :data:`BYTES`.
+    Libraries raise many kinds of errors for damaged files, or abort the process. Here each of them becomes a UserError,
+    ``where`` with the reason in parentheses. So does exceeding :data:`SECONDS`, :data:`WAIT` or :data:`BYTES`.
     """
     forks = multiprocessing.get_context("fork")
     receiver, sender = forks.Pipe(duplex=False)

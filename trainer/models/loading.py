@@ -68,7 +68,7 @@ def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Load
 def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
     """Returns the configuration of a model without reading weights or code; :func:`check_supported` is not called.
 
-    That of a packaged model is in its YAML, so nothing is downloaded.
+    The configuration of a packaged model is in its YAML file, so nothing is downloaded.
     """
     in_yaml = cfg.architecture is not None and cfg.path != "embedded"
     return random_config(cfg) if in_yaml else pretrained_config(_files(cfg))
@@ -128,7 +128,7 @@ def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
 
 
 def _attention(config: "PreTrainedConfig") -> dict[str, str]:
-    """Returns the attention implementation, where transformers' default would not do all that the model does to its scores."""
+    """Returns the attention implementation to use if transformers' default would not modify scores as the model does."""
     return {} if family_of(config).plain_scores else {"attn_implementation": "eager"}
 
 
@@ -159,7 +159,7 @@ def _files(cfg: ModelConfig) -> ModelFiles:
 
 
 def _config(files: ModelFiles, trust_remote_code: bool) -> "PreTrainedConfig":
-    """Returns the configuration of a pretrained model; code that the user trusts may decide it."""
+    """Returns the configuration of a pretrained model, which trusted code may determine."""
     from transformers import AutoConfig
 
     if files.gguf is not None or not trust_remote_code:

@@ -25,8 +25,8 @@ class TokenScores(NamedTuple):
 def token_scores(model: "PreTrainedModel", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
     """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden states ``[1, N, hidden]``.
 
-    ``dense`` are the states of dense attention, on any device; None: ``hidden`` are. ``LOGIT_ROWS`` tokens at a time have
-    logits, so that those of a whole text need no memory.
+    ``dense`` are the hidden states of dense attention, on any device; None: the same as ``hidden``. Logits are computed for
+    ``LOGIT_ROWS`` tokens at a time to save memory.
     """
     pieces = []
     for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):

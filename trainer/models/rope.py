@@ -37,12 +37,12 @@ STRETCHING = ("linear", "llama3", "yarn", "proportional")  # types whose lowest 
 
 
 class KeysNotKnown(RuntimeError):
-    """Keys before RoPE cannot be recovered from cached ones."""
+    """Raised if keys before RoPE cannot be recovered from cached keys."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of a model whose angles depend on the position alone."""
+    """The rotation of a model whose angles depend only on the position."""
 
     inv_freq: Tensor  # fp32 [r / 2], radians per token
     scaling: float  # of cos and sin
@@ -73,8 +73,8 @@ class Rotation:
 def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
     """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE: ``[B, Hkv, end - first, D]``.
 
-    Those of the current pass are ``x.k_nope``. Older ones are recovered from the cache; KeysNotKnown if the ``rotation`` or the
-    positions are not known.
+    Keys of the current pass are ``x.k_nope``; older keys are recovered from the cache. Raises KeysNotKnown if the ``rotation``
+    or the positions are not known.
     """
     end = x.num_keys if end is None else end
     if not x.rotates:
@@ -155,12 +155,12 @@ def cos_sin(inv_freq: Tensor, positions: Tensor, *, interleaved: bool = False) -
 def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
     """Replaces the RoPE parameters in place, and scales ``max_position_embeddings`` with them.
 
-    Where types of layers have their own parameters, those of full-attention layers are replaced.
+    If layer types have separate parameters, those of full-attention layers are replaced.
 
-    The lowest frequencies are divided by the factor, so the positions grow by the ratio of the new factor to the one that the
-    model has: Llama-3.1 has factor 8 and 131,072 positions, and factor 32 gives it 524,288. Only YaRN with an
-    ``original_max_position_embeddings`` of its own has, by definition, so many times its factor. Where ``scaling`` gives none,
-    that of the model stays.
+    The lowest frequencies are divided by the factor, so the number of positions grows by the ratio of the new factor to the
+    model's factor: Llama-3.1 has factor 8 and 131,072 positions, and factor 32 gives it 524,288. Only YaRN with its own
+    ``original_max_position_embeddings`` has, by definition, that number times its factor. If ``scaling`` has no such number,
+    the model's is kept.
     """
     kind, before = scaling.get("rope_type"), rope_parameters(config)
     if kind not in ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""Stand-ins for methods of a model inside a context; a copy of the model would keep them, so copying raises UserError."""
+"""Replacement of methods of a model inside a context. A copy of the model would keep them, so copying raises UserError."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,10 +1,10 @@
 """Interception of the attention of each layer of a running decoder.
 
 Inside ``tap(model, attend)`` every attention layer passes its :class:`LayerInputs` to ``attend`` and uses the returned output.
-This is built on transformers' extension points: an attention function and a mask function registered under one name, and module
-hooks for the tensors that those do not receive (queries and keys before RoPE, cos and sin, the cache). Layers that are not
-served (:func:`msattn.trainer.models.families.served_layers`) keep the attention function, the mask and the cache that the model
-had before. Leaving the context removes all hooks and restores the configuration.
+It uses transformers' extension points: an attention function and a mask function registered under one name, and module hooks
+for tensors that these do not receive (queries and keys before RoPE, cos and sin, the cache). Layers that are not served
+(:func:`msattn.trainer.models.families.served_layers`) keep the model's attention function, mask and cache. Leaving the context
+removes all hooks and restores the configuration.
 """
 
 import sys
@@ -40,7 +40,7 @@ _entering = threading.Lock()  # of two threads that attach one model, the second
 class _Kept(NamedTuple):
     """The layers of a tapped model that are not served, and their attention implementation.
 
-    Those of full attention have the mask of served layers, and run :func:`causal_attention`.
+    Full-attention layers among them use the mask of served layers and run :func:`causal_attention`.
     """
 
     layers: frozenset[int]
@@ -143,7 +143,7 @@ class _LayerTap(NotCopied):
 
 
 def is_tapped(config: "PreTrainedConfig") -> bool:
-    """Returns whether the decoder with this configuration is tapped."""
+    """Returns True if the decoder with this configuration is tapped."""
     return config._attn_implementation in (IMPLEMENTATION, BATCHED_IMPLEMENTATION)
 
 
@@ -191,8 +191,8 @@ def _mask_of_layers(
 ) -> Any:
     """Returns the mask of served layers, ``kv_start`` or None, or of layers with a window; a mask function for transformers.
 
-    transformers allows to skip a mask unless something is combined with it: packed sequences, or images that see all of
-    themselves. A window as long as the model's positions hides nothing.
+    transformers allows a mask to be skipped unless something is combined with it: packed sequences, or images whose tokens
+    attend to each other. A window as long as the model's positions hides nothing.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
@@ -302,8 +302,8 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
 def use_dense_attention(model: "PreTrainedModel") -> None:
     """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training with or without compilation.
 
-    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends. A model of
-    which some layers are not served, or that SDPA does not compute, keeps its own attention.
+    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends. Models
+    with layers that are not served, or that SDPA cannot compute, keep their own attention.
     """
     from transformers import AttentionInterface
 
@@ -324,7 +324,7 @@ def _dense_attention(
 ) -> tuple[Tensor, None]:
     """Computes dense attention for transformers; ``attention_mask`` is ``kv_start``.
 
-    It casts, because under autocast queries and keys are fp32 after RoPE.
+    It casts its inputs, because under autocast queries and keys are fp32 after RoPE.
     """
     out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=attention_mask)
     return out.transpose(1, 2).contiguous(), None

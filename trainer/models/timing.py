@@ -1,4 +1,4 @@
-"""Measurement: times of phases without device synchronization, of ``generate``'s tokens, and of dense baselines by backend."""
+"""Timing of phases without device synchronization, of the tokens of ``generate``, and of dense baselines by backend."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ SDPA_BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"
 
 
 class TokenClock(BaseStreamer):
-    """Records when ``generate`` hands over the prompt and each new token, for batches too, on the host's clock."""
+    """Streamer that records the host time of the prompt and of each new token of ``generate``, also for batches."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -59,7 +59,7 @@ class PhaseTimer:
 
 
 class BackendUnavailable(RuntimeError):
-    """A baseline cannot run on this machine; the message gives the reason."""
+    """Raised if a baseline cannot run on this machine; the message gives the reason."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token with a meaning of its own; None stands for the default of the library ``tokenizers``."""
+    """A special token; None stands for the default of the library ``tokenizers``."""
 
     content: str
     lstrip: bool | None = None
@@ -77,10 +77,10 @@ class Settings:
 
 
 def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of a model, as transformers loads it; code that the user trusts runs once, without limits.
+    """Returns the tokenizer of a model, loaded by transformers. Code that the user trusts runs once, without limits.
 
-    Raises UserError if there is no tokenizer, a file is damaged, encoding a short text takes long or fails, tokens are drawn at
-    random, or there is code that ``trust_remote_code`` does not allow.
+    Raises UserError if there is no tokenizer, if a file is damaged, if encoding a short text fails or takes long, if tokens are
+    drawn at random, or if there is code that ``trust_remote_code`` does not allow.
     """
     from transformers import AutoTokenizer
 

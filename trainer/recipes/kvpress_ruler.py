@@ -117,7 +117,7 @@ def _kept_share(model: Any, cache: Any, tokens: int) -> float:
 
 
 def _is_complete(sample: dict[str, Any], text: str) -> bool:
-    """Returns whether further tokens cannot change RULER's score."""
+    """Returns True if further tokens cannot change RULER's score."""
     found = [answer.lower() in text.lower() for answer in sample["answers"]]
     return any(found) if sample["one_suffices"] else all(found)
 

@@ -1,1 +1,1 @@
-"""Files and folders that survive kills, full disks and other writers: atomic replacement, locks, hashes, bounded documents."""
+"""Files that survive kills, full disks and concurrent writers: atomic replacement, locks, hashes, and bounded documents."""

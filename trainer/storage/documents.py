@@ -1,4 +1,4 @@
-"""JSON and YAML: reading what others may have written, bounded in size and depth, with checked types; values that JSON has."""
+"""Reading of untrusted JSON and YAML, bounded in size and depth, with checked types; conversion to values that JSON has."""
 
 import json
 import math
@@ -18,7 +18,8 @@ Schema = TypeVar("Schema")
 def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
     """Returns the object in a JSON file of at most ``max_bytes``; ``where`` begins error messages.
 
-    Raises UserError as :func:`read_text`, and for what is no object, holds NaN or infinity, or nests too deeply.
+    Raises UserError like :func:`read_text`, and for documents that are not objects, contain NaN or infinity, or nest too
+    deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
@@ -55,7 +56,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, where: str, max_bytes: int) -> str:
-    """Returns the text of a regular UTF-8 file of at most ``max_bytes``; refuses others."""
+    """Returns the text of a regular UTF-8 file of at most ``max_bytes``; raises UserError for other files."""
     check_regular(path, where)
     try:
         with path.open("rb") as file:
@@ -71,7 +72,7 @@ def read_text(path: Path, where: str, max_bytes: int) -> str:
 
 
 def check_regular(path: Path, where: str) -> None:
-    """Raises UserError if ``path`` is missing, cannot be reached, or is no regular file, such as a folder or a pipe."""
+    """Raises UserError if ``path`` is missing, unreachable, or not a regular file (for example a folder or a pipe)."""
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -103,9 +104,9 @@ def root_of_links(folder: Path) -> Path:
 
 
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Returns ``document`` as an instance of the dataclass ``schema``; refuses missing keys and other types.
+    """Returns ``document`` as an instance of the dataclass ``schema``; raises UserError for missing keys and wrong types.
 
-    Keys that the schema lacks are ignored, or refused if its ``__pydantic_config__`` forbids them.
+    Additional keys are ignored, or refused if the schema's ``__pydantic_config__`` forbids them.
     """
     from pydantic import TypeAdapter, ValidationError
 

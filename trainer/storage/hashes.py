@@ -1,4 +1,4 @@
-"""Hashes of files and folders, and files of tensors that hold a hash of their content: a damaged file counts as missing."""
+"""Hashes of files and folders, and tensor files that contain a hash of their content, so that damage is detected."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def file_hash(path: Path) -> str:
 
 
 def folder_hashes(folder: Path, *without: str) -> dict[str, str]:
-    """Returns the hashes of all files below ``folder`` but those called ``without``, by their relative paths."""
+    """Returns the hashes of all files below ``folder``, except files named ``without``, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in without)
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = list(pool.map(file_hash, paths))
@@ -43,7 +43,7 @@ def first_difference(folder: Path, hashes: Mapping[str, str], *without: str) -> 
 
 
 class DamagedFile(ValueError):
-    """A file is not as it was written; the message gives the reason."""
+    """Raised if a file differs from what was written; the message gives the reason."""
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
@@ -86,7 +86,7 @@ def write_hashed(path: Path, tensors: Mapping[str, Tensor], name: str, settings:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file, the same bytes each time: the library itself writes metadata in random order."""
+    """Writes a safetensors file with reproducible bytes; the library itself writes metadata in random order."""
     save_file(tensors, path, metadata=metadata)
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -23,8 +23,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a 
 def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of ``folder``, the file ``.<name>.lock`` beside it, inside the context.
 
-    The lock ends with the process, however that ends. A thread may enter several times. Ranks of one ``torchrun`` share the
-    lock, which rank 0 holds. Raises UserError with process id and host if another process or thread holds it.
+    The lock is released when the process ends, however it ends. A thread may enter several times. Ranks of one ``torchrun``
+    share the lock, which rank 0 holds. Raises UserError with process id and host if another process or thread holds it.
     """
     path = _lock_file(folder)
     if not is_main_rank():
@@ -46,7 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
 def locked_in_turn(file: Path) -> Iterator[None]:
     """Holds the lock ``.<name>.lock`` beside ``file`` inside the context, and waits while another process or thread holds it.
 
-    Unlike :func:`locked`, each rank takes it. A process that ends, however it does, passes the lock on.
+    Unlike :func:`locked`, each rank takes the lock. It is released when the process ends, however it ends.
     """
     with _hold(FileLock(_lock_file(file), fallback_to_soft=False), file):
         yield
@@ -79,7 +79,7 @@ def _hold(lock: FileLock, folder: Path) -> Iterator[None]:
 
 
 def _acquire(lock: FileLock) -> None:
-    """Acquires ``lock``, at the second try if its last holder removed the file meanwhile (ESTALE of network file systems)."""
+    """Acquires ``lock``; tries again if its last holder removed the file meanwhile (ESTALE on network file systems)."""
     try:
         lock.acquire()
     except OSError as error:

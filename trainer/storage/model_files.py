@@ -1,4 +1,4 @@
-"""The files of a model, in a local folder or on the Hub: found, and read as text or JSON that anyone may have written."""
+"""The files of a model in a local folder or on the Hub, read as untrusted text or JSON."""
 
 import os
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class ModelFiles:
         return "Hub model" if self.folder is None else "folder"
 
     def at_one_commit(self) -> "ModelFiles":
-        """Returns these files at the commit that the revision is now, so that all are of the same commit."""
+        """Returns these files at the revision's current commit, so that all come from the same commit."""
         snapshot = None if self.folder is not None else self._download("config.json", False)
         return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
@@ -58,7 +58,7 @@ class ModelFiles:
         return self.folder / file
 
     def download(self, files: Sequence[str]) -> None:
-        """Downloads files of a Hub model side by side; raises UserError if one is missing there."""
+        """Downloads files of a Hub model in parallel; raises UserError if one is missing."""
         from transformers.utils.hub import cached_files
 
         if self.folder is not None:
@@ -72,7 +72,7 @@ class ModelFiles:
     def find(self, file: str, required: bool = False) -> Path | None:
         """Returns the path of a file; None if there is none.
 
-        Raises UserError if it is no regular file, or a link that leaves the folder, or is ``required`` and cannot be found.
+        Raises UserError if it is not a regular file, is a link that leaves the folder, or is ``required`` and missing.
         """
         found = self._download(file, True) if self.folder is None and required else self.locate(file)
         if found is None and required:
@@ -83,18 +83,18 @@ class ModelFiles:
         return found
 
     def check(self, file: str) -> None:
-        """Raises UserError as :meth:`find`, or if a file that libraries will read is larger than :data:`MAX_BYTES`."""
+        """Raises UserError like :meth:`find`, or if a file that libraries will read is larger than :data:`MAX_BYTES`."""
         path = self.find(file)
         if path is not None and path.stat().st_size > MAX_BYTES:
             raise UserError(f"{self.name}: {file} is larger than {MAX_BYTES / 1e6:g} MB")
 
     def text(self, file: str) -> str | None:
-        """Returns the text of a file; None if there is none. Errors as :func:`msattn.trainer.storage.documents.read_text`."""
+        """Returns the text of a file, or None. Raises errors like :func:`msattn.trainer.storage.documents.read_text`."""
         path = self.find(file)
         return None if path is None else read_text(path, f"{self.name}: {file}", MAX_BYTES)
 
     def json(self, file: str, required: bool = False) -> dict[str, Any] | None:
-        """Returns the object in a JSON file; None if there is none. Errors as for :meth:`find` and ``read_json``."""
+        """Returns the object in a JSON file, or None. Raises errors like :meth:`find` and ``read_json``."""
         path = self.find(file, required)
         return None if path is None else read_json(path, f"{self.name}: {file}", MAX_BYTES)
 
@@ -105,7 +105,7 @@ class ModelFiles:
         return found
 
     def error(self, error: BaseException) -> UserError:
-        """Returns the refusal of a model whose files raise ``error``."""
+        """Returns the UserError for a model whose files raise ``error``."""
         if "custom code" in str(error):
             return self.brings_code()
         if self.folder is not None:
@@ -116,7 +116,7 @@ class ModelFiles:
         )
 
     def brings_code(self) -> UserError:
-        """Returns the refusal of a model whose files name Python code of their own."""
+        """Returns the UserError for a model whose files refer to their own Python code."""
         return UserError(
             f"{self.name}: its files bring Python code of their own (auto_map), which is not run; "
             "model.trust_remote_code=true allows it, if you trust them"
@@ -141,7 +141,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def local_model(path: str, name: str) -> Path | None:
-    """Returns the folder or GGUF file of a local model, or None; of a folder without other weights, the one GGUF file in it.
+    """Returns the folder or GGUF file of a local model, or None. For a folder without other weights this is its GGUF file.
 
     Raises UserError, beginning with ``name``, if the folder has several GGUF files.
     """

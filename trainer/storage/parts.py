@@ -22,10 +22,10 @@ MAX_SETTINGS_BYTES = 8_000_000
 class FinishedParts:
     """A folder with one safetensors file for each finished part of a job.
 
-    A part records its name and the hash of its tensors, its note and the settings: everything that parts depend on, as JSON
-    values. Parts that were made with other settings are removed, or refused if ``resume`` is set. A damaged part, or one under
-    the name of another, counts as missing, so that the job makes it again. Ranks that share the folder must all open it before
-    any of them saves, rank 0 first.
+    A part records its name, and the hash of its tensors, its note and the settings (everything that parts depend on, as JSON
+    values). Parts with other settings are removed, or refused if ``resume`` is set. A damaged or misnamed part counts as
+    missing, so that the job creates it again. Ranks that share the folder must all open it, rank 0 first, before any of them
+    saves.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -59,7 +59,7 @@ class FinishedParts:
         check_settings(str(self.folder), before, settings)
 
     def __contains__(self, name: str) -> bool:
-        """Returns True if the part ``name`` is finished and as it was written; names a damaged one on stderr."""
+        """Returns True if the part ``name`` is finished and intact; warns on stderr about a damaged one."""
         if name not in self._intact:
             try:
                 read_hashed(self._path(name), name, self._settings)
@@ -88,7 +88,7 @@ class FinishedParts:
         self._intact.add(name)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Returns the tensors (memory-mapped) and the note of the part ``name``; refuses a damaged one."""
+        """Returns the tensors (memory-mapped) and the note of the part ``name``; raises UserError if it is damaged."""
         if name not in self:
             raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again to create it")
         tensors, note = read_hashed(self._path(name))  # it is intact, see __contains__

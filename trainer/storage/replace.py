@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write that takes the place of ``path`` when the block ends.
+    """Yields a path to write to, which replaces ``path`` when the block ends.
 
     Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
     lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
@@ -37,7 +37,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces a CSV file as a whole, since later rows may have additional columns; they are the keys of all rows."""
+    """Replaces a whole CSV file, since later rows may have additional columns. The columns are the keys of all rows."""
     try:
         with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
@@ -48,7 +48,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields ``rows`` as they are measured; before each, writes all so far to ``path``, which KeyboardInterrupt names."""
+    """Yields ``rows`` as they are measured and writes all rows so far to ``path``, which KeyboardInterrupt names."""
     written: list[Mapping[str, Any]] = []
     try:
         for row in rows:
@@ -61,11 +61,11 @@ def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mappin
 
 @contextmanager
 def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True) -> Iterator[Path]:
-    """Yields a temporary sibling folder, which is synced to disk and takes the place of ``folder`` when the block ends.
+    """Yields a temporary sibling folder, which is synced to disk and replaces ``folder`` when the block ends.
 
-    After a kill or an error ``folder`` is the old or the complete new one; the next run removes what a kill left beside it. The
-    caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`). ``keep`` returns the path to which the old
-    folder is renamed; None deletes it. ``resumes`` is for the message of a failed write: ``resume=true`` continues the run.
+    After a kill or an error ``folder`` is the old folder or the complete new one; the next run removes leftovers next to it.
+    The caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`). ``keep`` returns the path to which the
+    old folder is renamed; None deletes it. ``resumes`` means that ``resume=true`` continues the run, for the error message.
     """
     check_no_link(folder)
     new = _sibling(folder, "new")
@@ -92,7 +92,7 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
 
 
 def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> None:
-    """Removes what a killed process left beside ``folder``: an unfinished folder, and the old one, which ``keep`` may keep."""
+    """Removes leftovers of a killed process next to ``folder``: an unfinished folder, and the old one (see ``keep``)."""
     check_no_link(folder)
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
     _remove(new)
@@ -109,7 +109,7 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
 
 
 def check_no_link(folder: Path) -> None:
-    """Raises UserError if ``folder`` is a symbolic link: an exchange of folders would replace the link and not its target."""
+    """Raises UserError if ``folder`` is a symbolic link, since an exchange would replace the link and not its target."""
     if os.path.islink(folder):
         raise UserError(f"{folder}: a symbolic link, which is not overwritten; remove it, or link the folder above it")
 
@@ -123,7 +123,7 @@ def _remove(path: Path) -> None:
 
 
 def current_folder(folder: Path) -> Path:
-    """Returns ``folder``, or the old one beside it while a writer on a file system without atomic exchange replaces it."""
+    """Returns ``folder``, or the old folder next to it during a replacement on a file system without atomic exchange."""
     old = _sibling(folder, "old")
     return old if os.path.isdir(old) and not os.path.exists(folder) else folder
 
@@ -133,9 +133,9 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def _exchange(new: Path, folder: Path, old: Path) -> None:
-    """Puts ``new`` in the place of ``folder``, which is then ``old``; ``folder`` exists at every moment if possible.
+    """Replaces ``folder`` by ``new`` and keeps it as ``old``; ``folder`` exists at every moment if possible.
 
-    ``new`` is complete, so it may be called ``old`` for a moment: after a kill both names hold complete folders.
+    ``new`` is complete, so it may be named ``old`` for a moment: after a kill both names hold complete folders.
     """
     new.rename(old)
     if _rename_exchange(old, folder):
@@ -150,7 +150,7 @@ def _exchange(new: Path, folder: Path, old: Path) -> None:
 
 
 def _rename_exchange(a: Path, b: Path) -> bool:
-    """Exchanges two folders atomically (renameat2); returns False where the system cannot."""
+    """Exchanges two folders atomically (renameat2); returns False if the system does not support this."""
     rename = _renameat2()
     return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 

@@ -1,4 +1,4 @@
-"""The settings that interrupted work was started with, which resumed work must share."""
+"""Comparison of the settings of resumed work with those of the interrupted work."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 
 def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError, which names the first key and both values, if ``what`` has other settings than those of ``now``."""
+    """Raises UserError, with the first key and both values, if the settings of ``what`` differ from those of ``now``."""
     before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))  # with the lists that JSON makes of tuples
     for key in before | now:
         if before.get(key) != now.get(key):

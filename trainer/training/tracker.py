@@ -169,7 +169,7 @@ class Tracker:
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Returns whether a line, which may be damaged, was logged at ``step`` or before; the results of a run follow its steps."""
+    """Returns True if a line, which may be damaged, was logged at ``step`` or before; the results of a run follow its steps."""
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

@@ -122,7 +122,7 @@ def encode(tokenizer: Any, sample: ruler.Sample, chat: bool | None) -> Tensor:
 
 
 def is_complete(sample: ruler.Sample, text: str) -> bool:
-    """Returns whether further tokens cannot change the score."""
+    """Returns True if further tokens cannot change the score."""
     return sample.score(text) == 1.0
 
 

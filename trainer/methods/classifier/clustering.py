@@ -40,11 +40,11 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int,
 
 
 def split_fullest(sums: Tensor, counts: Tensor, centroids: Tensor, capacity: float = math.inf) -> Tensor:
-    """Returns the means ``[H, C, D]`` of the buckets, where the e-th fullest bucket is split to replace the e-th smallest one.
+    """Returns the means ``[H, C, D]`` of the buckets, after splitting the e-th fullest bucket to replace the e-th smallest one.
 
-    There are as many splits as empty buckets, or as buckets with more than ``capacity`` points, whichever is more. The points
-    of a bucket that is replaced go to their next nearest centroid, as in ISODATA (Ball & Hall 1965). Empty buckets keep their
-    ``centroids`` if there are more of them than full ones. ``sums`` and ``counts``: ``[H, C, D]`` and ``[H, C]``, sum and
+    The number of splits is the number of empty buckets or of buckets with more than ``capacity`` points, whichever is larger.
+    The points of a replaced bucket go to their next nearest centroid, as in ISODATA (Ball & Hall 1965). Empty buckets keep
+    their ``centroids`` if there are more empty than full ones. ``sums [H, C, D]`` and ``counts [H, C]`` are the sum and the
     number of the points of each bucket.
     """
     empty = counts == 0
@@ -108,7 +108,7 @@ def require_faiss(device: torch.device) -> Any:
 
 
 def resolve_engine(cfg: KMeansConfig, device: torch.device) -> str:
-    """Returns ``cfg.engine``, or what ``auto`` stands for: ``batched`` on CUDA and for balanced buckets, else ``faiss``.
+    """Returns ``cfg.engine``; ``auto`` means ``batched`` on CUDA and for balanced buckets, otherwise ``faiss``.
 
     Raises UserError: the engine is Faiss and it is not installed.
     """

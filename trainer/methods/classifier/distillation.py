@@ -1,7 +1,7 @@
 """Distillation of the frozen model's attention into query classifiers: batches, loss and routing recall (SAAP, section 4).
 
-The batches of a layer depend on the seed and the layer alone, and the gradients of heads are independent: the layers that
-train together do not change each other's result.
+The batches of a layer depend only on the seed and the layer, and the gradients of heads are independent. So layers that train
+together do not affect each other's result.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from 
 
 
 class BatchSeeds(Dataset[dict[str, int]]):
-    """Seeds of batches: item i depends on (seed, i) alone."""
+    """Seeds of batches: item i depends only on (seed, i)."""
 
     def __init__(self, seed: int, length: int) -> None:
         self.seed, self.length = seed, length
@@ -93,12 +93,12 @@ def cross_entropy(targets: Tensor, logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def routing_recall(qmodel: QModel, data: QueryTargets, probes: Sequence[int] | None = None) -> dict[int, dict[str, float]]:
-    """Measures the divergence and the mean attention mass in the visited buckets, by layer.
+    """Measures the divergence and the mean attention mass in the selected buckets, by layer.
 
-    ``probes`` are numbers of visited buckets, ascending; None stands for 1, 2, 4, ... up to :data:`MAX_PROBES`. The result has
-    for each layer ``heldout_loss``, the mean of ``KL(target || classifier)`` on ``data`` in nats, and for each number of probes
-    L ``recall_qmodel@L`` for the buckets that the classifier ranks highest, ``recall_kmeans@L`` for those with the largest
-    products of query and centroid, ``recall_oracle@L`` for those with the most mass.
+    ``probes`` are numbers of selected buckets, ascending; None means 1, 2, 4, ... up to :data:`MAX_PROBES`. For each layer the
+    result has ``heldout_loss``, the mean of ``KL(target || classifier)`` on ``data`` in nats. For each number of probes L it
+    has ``recall_qmodel@L`` (the buckets ranked highest by the classifier), ``recall_kmeans@L`` (those with the largest products
+    of query and centroid) and ``recall_oracle@L`` (those with the most mass).
     """
     probes = probes or [2**i for i in range(min(MAX_PROBES, qmodel.num_buckets).bit_length())]
     max_probes = probes[-1]

@@ -86,8 +86,8 @@ def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: i
 def sampled_positions(cfg: FitKMeansConfig, num_chunks: int) -> list[Tensor]:
     """Returns the positions of each chunk whose keys are clustered, int64 and ascending, the same for all heads and layers.
 
-    They are a simple random sample of all positions but the first of each chunk. It is drawn before the model runs, so that the
-    other keys are never kept, and depends on the seed alone.
+    They are a simple random sample of all positions except the first of each chunk. The sample is drawn before the model runs,
+    so that other keys are never kept, and depends only on the seed.
     """
     length = cfg.data.seq_len - 1
     num_keys = num_chunks * length

@@ -96,7 +96,7 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
 def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetails, tuple[int, ...]]:
     """Returns the checked details of a router's artifact, and the shape of its centroids, the tensor ``name``.
 
-    Raises UserError for an entry of another type, or one that contradicts the model that the artifact was made for.
+    Raises UserError for an entry with a wrong type, or one that contradicts the model that the artifact was made for.
     """
     where = f"artifact {artifact.path}"
     details = checked(artifact.manifest["details"], RouterDetails, f"{where}: details")

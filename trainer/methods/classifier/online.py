@@ -1,9 +1,9 @@
-"""Training batches that are drawn while the classifiers train: one prompt a batch, fresh queries each time (SAAP, appendix A).
+"""Training batches that are drawn during training: one prompt per batch, new queries each time (SAAP, appendix A).
 
 A round runs the frozen model over a few prompts, the next ones in rotation, and draws some batches of long-range queries from
-each. These batches then train once each, in random order. Only they are kept: the targets of a layer are computed as its keys
-pass by, so that the memory does not depend on the length of a prompt. A round depends on the seed and its number alone: a
-resumed run repeats the round in which it stopped.
+each. Each batch is then used once, in random order. Only the batches are kept: the targets of a layer are computed while the
+model runs, so that memory does not depend on the prompt length. A round depends only on the seed and its number, so a resumed
+run repeats the round in which it stopped.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class BatchNumbers(Dataset[int]):
-    """The numbers of batches, in order."""
+    """Numbers of batches, in order."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -42,7 +42,7 @@ class BatchNumbers(Dataset[int]):
 
     @staticmethod
     def collate(numbers: list[int]) -> dict[str, list[int]]:
-        """Returns the batch of a forward pass; as plain integers, which are read without waiting for the device."""
+        """Returns the batch of a forward pass as plain integers, which are read without waiting for the device."""
         return {"batches": numbers}
 
 

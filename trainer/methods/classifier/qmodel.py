@@ -192,8 +192,8 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
 def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | None:
     """Returns a warning if classifiers find less held-out attention mass than their k-means alone, else None.
 
-    The ``metrics`` of training have ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets. The largest one
-    up to ``probes``, those that are read in serving, decides; None: the largest of all.
+    The training ``metrics`` have ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets. The largest L up to
+    ``probes``, the number read in serving, decides; with None the largest L of all.
     """
     measured = sorted(int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name))
     count = max((each for each in measured if each <= (probes or each)), default=min(measured, default=None))

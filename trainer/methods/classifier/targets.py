@@ -143,7 +143,7 @@ class TargetCache:
         return f"{self.split}_{prompt:04d}"
 
     def compute_missing(self, model: "PreTrainedModel", ranks: PartialState) -> None:
-        """Computes the targets of prompts that are not cached, divided among ``ranks``; a part's note is its time in seconds.
+        """Computes the targets of prompts that are not cached, split over ``ranks``; a part's note is its time in seconds.
 
         Raises UserError: the files do not fit on the disk.
         """

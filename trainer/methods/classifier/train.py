@@ -170,7 +170,7 @@ class _Job:
         return decode_defaults(self.cfg.model.presets, self.partition.num_buckets)
 
     def train_missing_layers(self, ranks: "PartialState") -> None:
-        """Trains this rank's share of the layers that are not finished, group after group, and waits for the other ranks."""
+        """Trains this rank's share of the unfinished layers, group by group, and waits for the other ranks."""
         shares = np.array_split(np.array(self.partition.layers), ranks.num_processes)
         missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in self.trained]
         group_size = self.layers_at_once(len(missing), ranks.num_processes)
@@ -259,7 +259,7 @@ class _Job:
     def calibrated_thresholds(self) -> KeyThresholds:
         """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
 
-        The model is loaded again, unless its passes make the targets: training from cached ones has the memory to itself.
+        The model is loaded again, unless its passes compute the targets: training from cached targets uses all of the memory.
         """
         cfg = self.cfg
         if isinstance(self.train, OnlineTargets):

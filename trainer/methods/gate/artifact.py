@@ -1,4 +1,4 @@
-"""GateArtifact: what gates for prefill and gates for decoding have in common."""
+"""GateArtifact, the common base of gates for prefill and for decoding."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
@@ -74,9 +74,9 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
         num_gates: int,
         **options: Any,
     ) -> Self:
-        """Returns the frozen gates of an ``artifact``, on the CPU; the rest is what its manifest says.
+        """Returns the frozen gates of an ``artifact``, on the CPU; the other arguments come from its manifest.
 
-        Raises UserError if they are for another phase, or the tensors are not those of ``num_gates`` gates.
+        Raises UserError if they are for another phase, or if the tensors do not match ``num_gates`` gates.
         """
         if cfg.phase != cls.phase:
             raise UserError(f"artifact {artifact.path}: details.gate.phase={cfg.phase}: expected {cls.phase}")

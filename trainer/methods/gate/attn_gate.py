@@ -3,8 +3,8 @@
 In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
 the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With
 ``gate.mean_weight`` a trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its own
-before the softmax, uncapped also in models that cap their scores. Gates learn without these products: gates that had them as
-inputs selected worse blocks.
+scores before the softmax. These products are uncapped even in models that cap their scores. Gates are trained without them,
+because gates that had them as inputs selected worse blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,7 +118,7 @@ class AttnGate(nn.Module):
     def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
         """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``: ``[B, Hg, T, hidden]``.
 
-        They are scaled, so that their products with :meth:`project_keys` are the scores.
+        They are scaled so that their products with :meth:`project_keys` are the scores.
         """
         gate_q = torch.einsum("bhtp,hop->bhto", pooled_q, self.query_weight)
         if self.cfg.qk_norm:
@@ -130,7 +130,7 @@ class AttnGate(nn.Module):
     def project_keys(self, pooled_k: Tensor, inv_freq: Tensor | None, positions: Tensor | None = None) -> Tensor:
         """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them: ``[B, Hg, Tc, hidden]``.
 
-        They are rotated at ``positions [B | 1, Tc]``, by default at the first one of their block.
+        They are rotated at ``positions [B | 1, Tc]``, by default at the first position of their block.
         """
         key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
@@ -261,9 +261,10 @@ class Gate(GateArtifact[BlockThresholds]):
         return super().details() | {"layers": self.layer_numbers} | always
 
     def logits(self, x: "LayerInputs") -> Tensor:
-        """Computes the unmasked scores of a layer's blocks that gates learn, fp32 ``[B, Hg, Tr, Tc]``.
+        """Computes the trained scores of a layer's blocks before masking, fp32 ``[B, Hg, Tr, Tc]``.
 
-        Raises ValueError if keys were cached before this pass. The gate pools keys before RoPE, and caches hold keys after it.
+        Raises ValueError if keys were cached before this pass, because the gate pools keys before RoPE and caches hold keys
+        after RoPE.
         """
         check_keys(x)
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
@@ -311,9 +312,10 @@ class Gate(GateArtifact[BlockThresholds]):
 class GateScores:
     """Scores blocks by the probabilities of a trained gate.
 
-    The last row block often holds a question, of which only some tokens look far back. Their mean hides that, so with
-    ``last_block="queries"`` its blocks get the largest probability of the pooled queries and of each of the last ``block_size``
-    queries; those of a prompt's earlier chunks do not. With ``"pooled"`` they get that of the pooled queries, as in the paper.
+    The last row block often holds a question in which only some tokens look far back, which pooling hides. With
+    ``last_block="queries"`` its scores are therefore the largest probability over the pooled queries and each of the last
+    ``block_size`` queries; this applies only to the last chunk of a prompt. With ``"pooled"`` only the pooled queries count, as
+    in the paper.
     """
 
     method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
@@ -326,7 +328,7 @@ class GateScores:
         return self.gate.cfg.block_size
 
     def needs_keys(self, x: "LayerInputs") -> bool:
-        """Returns whether the scores of a pass need each key, and not only the pooled ones."""
+        """Returns True if the scores of a pass need every key, not only pooled keys."""
         del x
         return False
 
@@ -338,6 +340,6 @@ scorer = GateScores
 
 
 def check_keys(x: "LayerInputs") -> None:
-    """Raises ValueError if keys were cached before this pass, so that they are known after RoPE alone."""
+    """Raises ValueError if keys were cached before this pass, so that they are known only after RoPE."""
     if x.num_keys != x.k_nope.shape[2]:
         raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")

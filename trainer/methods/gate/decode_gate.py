@@ -1,4 +1,4 @@
-"""DecodeGate: scores of key blocks for single queries, with which decoding chooses what to read (SeerAttention-R, section 3).
+"""DecodeGate: scores of key blocks for single queries, which decoding uses to choose blocks (SeerAttention-R, section 3).
 
 A gate serves a query group. The group's queries before RoPE are concatenated and projected, keys before RoPE are pooled over
 blocks and projected, and both are rotated by the gate's own RoPE: queries at their position, keys at the first position of
@@ -57,8 +57,8 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     Parameters
     ----------
     num_blocks : blocks of the longest sequence, the largest number of probes.
-    finished_at : key of a block at whose position its pooled keys are rotated if new tokens have finished it after the last
-        prompt. Other blocks are rotated at their first key, as in training.
+    finished_at : position (first or last key) for RoPE of the pooled key of a block that new tokens completed after the last
+        prompt. Other blocks use their first key, as in training.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
             return self._gate(x.layer).project_keys(pooled, self.inv_freq, self._positions(x, pooled.shape[2]))
 
     def _positions(self, x: "LayerInputs", blocks: int) -> Tensor | None:
-        """Returns the positions at which keys of blocks are rotated, ``[B | 1, blocks]``; None: the first ones."""
+        """Returns the RoPE positions of the blocks' pooled keys, ``[B | 1, blocks]``; None: the first positions."""
         if self.finished_at == "first" or x.prompt_keys is None:
             return None
         prompt = torch.full((1, 1), x.prompt_keys, device=x.k.device) - (0 if x.kv_start is None else x.kv_start[:, None])

@@ -1,7 +1,7 @@
 """Distillation of the frozen model's block maps into gates (SeerAttention, section 4).
 
 The teacher runs without an autograd graph. In each layer one kernel call computes attention and block map, and the gate's loss
-and gradients are computed at once; only these small gradients are kept until the end of the pass. Training therefore needs
+and gradients are computed immediately; only these small gradients are kept until the end of the pass. Training therefore needs
 hardly more memory than inference, and ``loss.backward()`` works as in any other training loop.
 """
 
@@ -34,7 +34,7 @@ SMOOTH_L1_BETA = 0.01  # PyTorch's default of 1 would make it half the MSE, sinc
 
 
 def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) -> Tensor:
-    """Computes the loss of a gate's block probabilities against the row-normalised block map.
+    """Computes the loss of a gate's block probabilities against the row-normalized block map.
 
     Errors are summed over the blocks of a row and averaged over rows. A mean over blocks would shrink with the square of the
     context length, and the gradient with it. ``logits`` fp32 ``[B, Hg, Tr, Tc]`` are the gate's before masking, ``pooled`` fp32

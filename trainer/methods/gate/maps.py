@@ -39,7 +39,7 @@ class BlockMaps:
         Parameters
         ----------
         visible : bool ``[B | 1, 1, Tr, Tc]``, the blocks that a row may read.
-        true, gate, read : row-normalised block map, gate scores and block mask, ``[B, Hq | Hkv, Tr, Tc]``. The first sequence
+        true, gate, read : row-normalized block map, gate scores and block mask, ``[B, Hq | Hkv, Tr, Tc]``. The first sequence
             of the batch is stored.
         """
         if not self.shows(layer):

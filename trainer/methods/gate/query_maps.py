@@ -20,7 +20,7 @@ SCORES_AT_ONCE = 2**26  # of all heads; 256 MB
 def sample_queries(input_ids: Tensor, count: int, first: int) -> Tensor:
     """Returns ``count`` random positions from ``first`` on (or all of them) of tokens ``[B, N]``: int64 ``[n]``, increasing.
 
-    They depend on the tokens alone, so that a resumed run draws the same ones.
+    They depend only on the tokens, so that a resumed run draws the same positions.
     """
     generator = torch.Generator().manual_seed(int(input_ids.sum()))
     drawn = torch.randperm(input_ids.shape[1] - first, generator=generator)[:count]
@@ -36,7 +36,7 @@ def far_blocks(positions: Tensor, num_keys: int, block_size: int, recent: int) -
 def largest_in_blocks(x: "LayerInputs", positions: Tensor, block_size: int, *, sink: int = 0, recent: int = 0) -> Tensor:
     """Returns the largest attention probability in each block, over its keys and the query group: fp32 ``[B, Hkv, n, Tc]``.
 
-    Probabilities are those of the full row. The first ``sink`` keys and the last ``recent`` ones of a query do not count.
+    Probabilities are those of the full row. The first ``sink`` keys and a query's last ``recent`` keys do not count.
     ``positions``: int64 ``[n]``, positions of the queries in the prompt.
     """
     keys = torch.arange(x.num_keys, device=x.q.device)

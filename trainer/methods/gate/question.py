@@ -1,7 +1,7 @@
-"""Scores of a gate that knows the question: joined with the exact attention of the last queries of a prompt.
+"""Gate scores combined with the exact attention of a prompt's last queries, which often contain the question.
 
-A gate scores blocks for each row by itself, before the question at the end of a prompt is known. The last queries know it, and
-the keys that they attend to are those that other rows need, too.
+A gate scores blocks for each row independently, without the question at the end of the prompt. The last queries contain the
+question, and other rows also need the keys that these queries attend to.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ COLUMNS = 0.5  # weight of the mean attention of the last queries; 1 finds answe
 class QuestionScores(GateScores):
     """Scores blocks by a gate and by the exact attention of the last queries of a prompt.
 
-    A block's score in a row is the larger one of the gate's probability and of half the block's share of the attention of the
-    last queries; rows sum to 1. The row block of the last query gets its exact block map: the mass of each of its queries in
-    each block, the largest over the queries. A row block with other queries besides last ones gets the larger of both.
+    A block's score in a row is the gate's probability or half of the block's share of the attention of the last queries,
+    whichever is larger; rows sum to 1. The row block of the last query gets its exact block map: the largest mass of its
+    queries in each block. A row block that also contains earlier queries gets the maximum of both.
 
-    The chunks of a prompt before its last one do not know the question: they have the probabilities of the gate alone. The last
-    chunk has the attention of its own last queries.
+    Only the last chunk of a prompt contains the question. Earlier chunks use the gate's probabilities alone; the last chunk
+    uses the attention of its own last queries.
     """
 
     method: ClassVar = Method(

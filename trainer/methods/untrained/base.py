@@ -1,4 +1,4 @@
-"""Bases of the methods that have no weights: block scores, routers, and routers of blocks."""
+"""Base classes of training-free methods: block scores, routers, and routers of blocks."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -72,10 +72,10 @@ class UntrainedRouter(Router):
 
 
 class UntrainedBlocks(UntrainedRouter, BlockRouter):
-    """A router of blocks of :data:`BLOCK_SIZE` keys, whose number of buckets is only a unit.
+    """A router of blocks of :data:`BLOCK_SIZE` keys; its number of buckets only defines a unit.
 
-    Their number grows with the sequence: a query with ``p`` probes visits ``p / num_buckets`` of the far blocks, at least
-    one, as it reads about this share of the far keys with other routers.
+    The number of blocks grows with the sequence, so a query with ``p`` probes reads ``p / num_buckets`` of the far blocks, at
+    least one. This is about the share of the far keys that it reads with other routers.
     """
 
     block_size = BLOCK_SIZE

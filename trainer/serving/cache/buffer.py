@@ -60,7 +60,7 @@ class Buffer:
 
 
 def _is_alike(held: Tensor | None, new: Tensor) -> bool:
-    """Returns whether empty memory serves for ``new``: that of another batch or dtype is allocated again."""
+    """Returns True if empty memory serves for ``new``: that of another batch or dtype is allocated again."""
     return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (new.dtype, new.device, new[:, :, :0].shape)
 
 

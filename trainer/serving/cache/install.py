@@ -67,7 +67,7 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
 
 
 def can_crop(cache: Cache) -> bool:
-    """Returns whether the last tokens can be removed.
+    """Returns True if the last tokens can be removed.
 
     Layers with a window that is full have forgotten those before it, and layers of linear attention keep a sum of all tokens.
     """
@@ -80,6 +80,6 @@ def can_crop(cache: Cache) -> bool:
 
 
 def _is_replaceable(layer: Any) -> bool:
-    """Returns whether a layer of a cache holds all keys, as one with a window does until that is full."""
+    """Returns True if a layer of a cache holds all keys, as one with a window does until that is full."""
     whole = type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
     return whole or (type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window)

@@ -227,7 +227,7 @@ class BucketLayer(GrowingLayer):
             self._rebuild_index(x, rotation)
 
     def _is_due(self, num_new: int) -> bool:
-        """Returns whether a pass over ``num_new`` tokens builds the index."""
+        """Returns True if a pass over ``num_new`` tokens builds the index."""
         return num_new > MAX_ROUTED_TOKENS or self.indexed == 0 or self.rebuild_due(0)
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
@@ -243,7 +243,7 @@ class BucketLayer(GrowingLayer):
         return buckets.masked_fill(positions < x.kv_start[:, None, None], -1)
 
     def rebuild_due(self, new_tokens: int) -> bool:
-        """Returns whether the index is to be rebuilt after ``new_tokens`` more tokens."""
+        """Returns True if the index is to be rebuilt after ``new_tokens`` more tokens."""
         return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
 
     def _store_empty_index(self) -> None:

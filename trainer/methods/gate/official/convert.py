@@ -1,4 +1,4 @@
-"""From a repository of SeerAttention's authors to an artifact."""
+"""Conversion of a repository of SeerAttention's authors to an artifact."""
 
 import re
 from dataclasses import asdict
@@ -24,13 +24,13 @@ def import_gate(
     Parameters
     ----------
     source : a folder, or the id of a Hub repository such as ``SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates``.
-    finished_at : key of a block at whose position decode gates rotate it if new tokens finish it; None: as the authors, the
-        last one.
+    finished_at : position (first or last key) for RoPE of a decode gate's block that new tokens complete; None: the last one,
+        as the authors do.
 
     Raises
     ------
-    UserError : there are no such files, they are damaged or hold other objects than weights, or their gates compute something
-        else than ours; ``finished_at`` is given for gates of prefill; or ``folder`` cannot be written.
+    UserError : the files are missing or damaged or contain objects other than weights; the gates compute something that
+        msattn's gates do not; ``finished_at`` is given for prefill gates; or ``folder`` cannot be written.
     """
     artifacts.check_writable(folder, overwrite)
     local = local_folder(source)

@@ -1,4 +1,4 @@
-"""The files of a repository of SeerAttention's authors: the family, the gates' RoPE, and their weights, checked."""
+"""Checked reading of a repository of SeerAttention's authors: the family, the gates' RoPE and their weights."""
 
 import re
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ def check_family(files: ModelFiles, accepted: tuple[str, ...]) -> None:
 
 
 def rotation_factor(files: ModelFiles, config: "PretrainedConfig", hidden: int) -> float:
-    """Returns the factor by which the RoPE of gates of width ``hidden`` multiplies: YaRN's attention factor, or else 1.
+    """Returns the scale factor of the RoPE of gates with width ``hidden``: YaRN's attention factor, otherwise 1.
 
-    Raises UserError: their frequencies are not those of ours.
+    Raises UserError if their frequencies differ from those of msattn's gates.
     """
     if config.rope_parameters["rope_type"] == "dynamic":
         raise UserError(f"{files.name}: rope_type=dynamic: the angles of its gates depend on the length, those of ours do not")
@@ -44,8 +44,8 @@ def rotation_factor(files: ModelFiles, config: "PretrainedConfig", hidden: int) 
 def read_weights(files: ModelFiles, num_layers: int, shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Tensor]]:
     """Returns the weights of each layer's gate in fp32, by the names in ``shapes``.
 
-    Raises UserError: there is no file of weights or it holds other objects; the tensors have other names or shapes, or values
-    that are not finite.
+    Raises UserError if there is no file of weights, if it contains other objects, or if tensors have unexpected names, shapes
+    or values that are not finite.
     """
     tensors = _load(files)
     names = [

@@ -22,8 +22,8 @@ ITERATIONS = 2
 class KeyClusters(UntrainedBlocks):
     """Visits the clusters with the largest predicted attention to a key, summed over the query group.
 
-    Keys after RoPE are clustered by k-means in segments of the sequence, so that a cluster stays when keys follow. The
-    predicted attention to a key of a cluster is that of its mean key.
+    Keys after RoPE are clustered with k-means in segments of the sequence, so that clusters do not change when keys follow.
+    The predicted attention to a key is that of the mean key of its cluster.
     """
 
     method = Method("key clusters", style={"color": "#8C564B", "marker": "D"})

@@ -1,6 +1,6 @@
 """Keys that collide with the query in hash tables: the sampling of MagicPIG (Chen et al. 2024, arXiv 2410.16179).
 
-MagicPIG weights the sampled keys by the inverse of their probability; here they are read as those of every other router.
+MagicPIG weights the sampled keys by the inverse of their sampling probability; here they are read without weights.
 """
 
 from typing import TYPE_CHECKING, Any, Self
@@ -20,12 +20,12 @@ COLLISIONS = 2  # tables in which a key has the query's code
 
 
 class CollidingKeys(UntrainedBlocks):
-    """Visits the far keys that have the code of the query in at least two tables; a block is one key.
+    """Reads the far keys that share the code of the query in at least two tables; a block is one key.
 
-    The code of a vector in a table is made of the signs of its products with :data:`BITS` random vectors, which all layers and
-    heads share (SimHash, Charikar 2002). Keys are taken after RoPE and centred: attention does not change if their mean is
-    subtracted. A query looks into one table after another until enough keys have collided twice, and at most into
-    :data:`TABLES`: it may read fewer keys than asked for. A query group reads the keys of all its heads, those first that
+    The code of a vector in a table consists of the signs of its products with :data:`BITS` random vectors, which all layers and
+    heads share (SimHash, Charikar 2002). Keys are taken after RoPE and centred, because attention does not change if their mean
+    is subtracted. A query searches one table after another until enough keys have collided twice, at most :data:`TABLES`
+    tables, so it may read fewer keys than requested. A query group reads the keys of all its heads, starting with those that
     collided in the earliest tables.
     """
 

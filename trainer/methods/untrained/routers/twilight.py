@@ -18,11 +18,11 @@ LEVELS = 15  # steps between the smallest and the largest channel of a key, of 4
 
 
 class TopPKeys(UntrainedBlocks):
-    """Visits the fewest far keys whose estimated attention sums to :data:`MASS`; a block is one key.
+    """Reads the fewest far keys whose estimated attention sums to :data:`MASS`; a block is one key.
 
-    Attention is estimated from keys in 4 bits, and averaged over the query group. The number of probes limits the keys, as the
-    budget of Twilight's first stage does: there Quest's pages fill it, here the keys with the largest estimates. A query whose
-    attention is sharp reads fewer.
+    Attention is estimated from 4-bit keys and averaged over the query group. The number of probes limits the keys, like the
+    budget of Twilight's first stage; there Quest's pages fill the budget, here the keys with the largest estimates. A query
+    with sharp attention reads fewer keys.
     """
 
     method = Method("Twilight", style={"color": "#8B4789", "marker": "P"})

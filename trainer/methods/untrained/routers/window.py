@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WindowBlocks(UntrainedBlocks):
-    """Visits the last far blocks, so that the dense window becomes as long as the reads of other routers."""
+    """Reads the last far blocks, which extends the dense window to the number of keys that other routers read."""
 
     method = Method("sink and window", style={"color": "#E69F00", "marker": "v"})
 

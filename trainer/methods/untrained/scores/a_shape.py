@@ -29,10 +29,11 @@ def _unmeasured() -> NoReturn:
 
 @dataclass(frozen=True, eq=False)
 class AShape(UntrainedScorer):
-    """Scores the first block, and the others by their distance, with the mean scores of each head on text.
+    """Scores the first block, and other blocks by distance, with the mean scores of each head on text.
 
-    A threshold per layer then gives each head a span of its own, and the share of each row that the calibrated policy always
-    reads lengthens it with the context: MoA's rule ``span = alpha + beta * length``. Top-k reads equal spans in all heads.
+    A threshold per layer then gives each head its own span. The share of each row that the calibrated policy always reads
+    lengthens the span with the context, as in MoA's rule ``span = alpha + beta * length``. Top-k reads equal spans in all
+    heads.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class AShape(UntrainedScorer):
 
 @torch.no_grad()
 def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
-    """Returns the A shape whose scores are the means of normalised block maps, of largest probabilities, by head and distance.
+    """Returns the A shape whose scores are the means of normalized block maps, of largest probabilities, by head and distance.
 
     ``chunks`` are items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     """

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class FlashPrefill(UntrainedScorer):
     """Scores blocks by the exponentials of each query's products with mean-pooled keys, summed over the row block's queries.
 
-    Queries are not pooled: one that looks for a block counts whatever the others do. The sums are divided by those of the row.
-    FlashPrefill then reads the blocks that reach a part of the row's largest score, besides the first two and the last four;
-    here the policy decides. Its sum leaves out queries that do not see all of a block, which only changes diagonal blocks.
+    Queries are not pooled, so a single query that looks for a block counts. The sums of a row are normalized. FlashPrefill then
+    reads the blocks that reach a fraction of the row's largest score, besides the first two and the last four; here the policy
+    decides. FlashPrefill omits queries that do not see all of a block from the sum, which only affects diagonal blocks.
     """
 
     method: ClassVar = Method("flashprefill", "FlashPrefill", style={"color": "#0072B2", "marker": "H"})

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class FlexPrefill(UntrainedScorer):
     """Scores blocks by mean-pooled queries and keys where that predicts a head's last queries, by vertical-slash elsewhere.
 
-    The pooled estimate of the last queries' attention to each block is compared with the true one by the square root of their
-    Jensen-Shannon divergence. Heads below ``tau`` have the query-aware pattern, the others the vertical-slash pattern of the
-    same queries. FlexPrefill then reads the fewest blocks of a head whose estimates sum to a share gamma; ``select=nucleus``
-    does so for each row, the other policies read their own share.
+    The pooled estimate of the last queries' attention to each block is compared with the true attention by the square root of
+    their Jensen-Shannon divergence. Heads below ``tau`` use the query-aware pattern, other heads the vertical-slash pattern of
+    the same queries. FlexPrefill then reads the fewest blocks of a head whose estimates sum to a share gamma;
+    ``select=nucleus`` does so for each row, and other policies read their own share.
 
     Attributes
     ----------

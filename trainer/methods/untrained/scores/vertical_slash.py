@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class VerticalSlash(UntrainedScorer):
     """Scores blocks by the attention of the last queries to columns (verticals) and to distances (slashes).
 
-    A block's score is the largest mass of the verticals and slashes that cross it, so the blocks above a threshold are those
-    that all verticals and slashes above it cross. MInference fixes numbers of verticals and slashes for each head instead, and
-    always adds the first 30 columns and the last 100 distances (``minference`` ranks them first, too); here the policy decides.
-    A partial last block counts as whole.
+    A block's score is the largest mass of the verticals and slashes that cross it, so a threshold selects all blocks that are
+    crossed by a vertical or slash above it. MInference instead fixes the numbers of verticals and slashes of each head, and
+    always adds the first 30 columns and the last 100 diagonals (as ``minference`` does); here the policy decides. A partial
+    last block counts as a whole block.
 
     Attributes
     ----------

@@ -177,7 +177,7 @@ class Engine:
         return None if self._manager.is_running() else Fault("the thread that generates has ended")
 
     def ends(self, tokens: list[int]) -> bool:
-        """Returns whether ``tokens`` end with one that ends a text."""
+        """Returns True if ``tokens`` end with one that ends a text."""
         return bool(tokens) and tokens[-1] in self._ends
 
     @property
