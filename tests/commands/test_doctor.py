@@ -31,7 +31,7 @@ def test_a_folder_without_weights(here: Path) -> None:
     rows = dict(doctor_model("mine"))
     assert rows["model"] == "llama, 2 layers, 4 query heads, 2 key/value heads, head size 16"
     assert rows["context"] == "256 tokens"
-    assert rows["KV cache"].startswith("0.25 KiB a token, 0.0625 MiB in full")
+    assert rows["KV cache"].startswith("0.25 KiB per token, 0.0625 MiB when full")
     assert rows["sparse"].startswith("all 2 layers")
     assert rows["artifacts"] == "none in outputs"
     assert rows["next"].splitlines()[:2] == [

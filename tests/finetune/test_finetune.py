@@ -242,7 +242,7 @@ def test_settings_are_refused_by_the_schema(root: Path, changes: dict[str, Any],
 
 def test_fsdp_needs_several_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(root, train=FinetuneTrainConfig(lr=1.0, steps=1, fsdp=True))
-    with pytest.raises(UserError, match=r"train.fsdp=true: .* there is one; torchrun --nproc-per-node"):
+    with pytest.raises(UserError, match=r"train.fsdp=true: .* there is only one; torchrun --nproc-per-node"):
         job._check_fsdp(cfg, torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     job._check_fsdp(cfg, torch.device("cuda"))

@@ -104,8 +104,8 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     manifest = gate.artifact.manifest
     assert manifest["model"]["id"] == "someone/base"
     assert str(tmp_path) not in (tmp_path / "gate" / "config.yaml").read_text() + json.dumps(manifest)
-    assert "does not identify the weights" in (check_model(manifest, fingerprint(model), strict=False) or "")
-    with pytest.raises(UserError, match="does not identify the weights"):
+    assert "does not identify that model" in (check_model(manifest, fingerprint(model), strict=False) or "")
+    with pytest.raises(UserError, match="does not identify that model"):
         check_model(manifest, fingerprint(model))
     with attach(model, gate=gate, select="topk", sparsity=0.8, dense_below=0) as sparse:
         model(random_tokens(1, 160))
