@@ -1,4 +1,4 @@
-"""``msattn push``, ``configure`` and ``import-gate``: artifacts on the Hub, of a model, and made of released gates."""
+"""``msattn push``, ``configure`` and ``import-gate``: upload artifacts, name them in a model's files, import released gates."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def push(folder: str, repository: str, *, private: bool = False) -> str:
-    """Uploads the artifacts in ``folder``, that of one or of a run, in one commit; prints and returns its URL."""
+    """Uploads the artifacts in ``folder`` (of an artifact or a run) in one commit; prints and returns its URL."""
     from msattn.trainer import artifacts
 
     url = artifacts.push(repository, _held(Path(folder).expanduser()), private=private)
@@ -31,7 +31,7 @@ def _held(folder: Path) -> "dict[str, Artifact]":
 
 
 def configure(model: str, settings: Sequence[str]) -> None:
-    """Writes into a model's ``config.json`` what serves it, after a check against the model; prints it."""
+    """Checks options against a model, writes them into its ``config.json``, and prints them."""
     from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, with_settings
     from msattn.trainer.config.values import shown
     from msattn.trainer.errors import UserError, write_error
@@ -82,7 +82,7 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
 
 
 def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None) -> None:
-    """Turns the released gates of SeerAttention's authors into an artifact; prints what it is, and how to try it."""
+    """Converts gates released by SeerAttention's authors to an artifact; prints a description and how to try it."""
     from msattn.trainer.methods.gate.official import import_gate as run
     from msattn.trainer.progress import activity
 

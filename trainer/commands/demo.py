@@ -24,7 +24,7 @@ STEPS = {  # commands and what they do
 def demo(overrides: Sequence[str] = ()) -> Path:
     """Runs :data:`STEPS` with ``experiment=demo``, prints the answers to a needle prompt and returns the HTML report.
 
-    The results replace those of an earlier demo. ``overrides`` are ones that every command takes, e.g. ``outputs=/tmp/demo``.
+    The results replace those of an earlier demo. ``overrides`` must be valid for every command, e.g. ``outputs=/tmp/demo``.
     """
     from rich.console import Console
 
@@ -51,7 +51,7 @@ def demo(overrides: Sequence[str] = ()) -> Path:
 
 
 def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
-    """Prints the needle prompt that dense attention and a gate answer and most baselines do not, of one at each depth."""
+    """Prints one of the needle prompts, the one that dense attention and a gate answer but most baselines do not."""
     from rich.table import Table
 
     answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}

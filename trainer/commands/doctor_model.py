@@ -1,4 +1,4 @@
-"""``msattn doctor MODEL``: what of a model would be sparse, from its configuration alone, and the commands that come next."""
+"""``msattn doctor MODEL``: shows, from the configuration alone, which layers can be sparse, and suggests the next commands."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +79,7 @@ def _refusal(config: "PreTrainedConfig") -> str | None:
 
 
 def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int]) -> Iterator[str]:
-    """Yields what stays dense, and why."""
+    """Yields the parts that stay dense, with reasons."""
     from msattn.trainer import models
 
     reasons: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path)
 
 
 def _next(cfg: "GenerateConfig", *, trained: bool) -> list[str]:
-    """Returns the commands that come next; FILE stands for a file of the user."""
+    """Returns the commands to run next; FILE stands for a file of the user."""
     argument = cfg.model.argument
     text = " --data FILE" if cfg.data.source is None else ""  # the presets name none, and training refuses to choose
     trials = [f"msattn generate {argument} select=quest --prompt-file FILE"]

@@ -1,4 +1,4 @@
-"""Parts that generate, its chat and serve share: loading, tracking, greedy answers and their times."""
+"""Shared parts of generate, chat and serve: loading, tracking, greedy answers and their times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Served:
 
 
 def load_served(cfg: AnswerConfig) -> Served:
-    """Loads a model and its artifacts, of which there must be one."""
+    """Loads a model and its artifacts; there must be at least one."""
     chosen = _artifacts(cfg)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     gate, kind = chosen["gate"], _router_kind(chosen)
@@ -49,9 +49,9 @@ def load_served(cfg: AnswerConfig) -> Served:
 
 
 def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
-    """Returns the paths of the artifacts by kind: those of the configuration, else those of the model and name.
+    """Returns the paths of the artifacts by kind: from the configuration, otherwise those of the model and name.
 
-    With a selection that needs no training, such as ``select=quest``, only those of the configuration.
+    With a training-free selection such as ``select=quest``, only artifacts from the configuration count.
     """
     untrained = not cfg.select.by_gate
     chosen: dict[str, str | Path | None] = {
@@ -76,7 +76,7 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
 def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: bool = False) -> Iterator[Tracker | None]:
     """Yields a tracker that has recorded the artifacts of ``served`` (None: served densely), or None with ``tracker=none``.
 
-    Each start has a folder of its own, because the steps of two servers of a model would be taken for those of a resumed run.
+    Each start has its own folder, because otherwise the steps of two servers would look like a resumed run.
     """
     if cfg.tracker.kind == "none":
         yield None
@@ -92,7 +92,7 @@ def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: b
 
 
 def describe(cfg: AnswerConfig, served: Served) -> str:
-    """Returns what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
+    """Describes what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
     prompts = new_tokens = "dense"
     if served.options["select"] is not None:
         scores = cfg.select.scores

@@ -13,9 +13,9 @@ from msattn.trainer.config import JobConfig
 class Command:
     """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
 
-    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the folders below that of the run that the job
-    replaces, ``sizes`` what to reduce where the machine is too small, ``after_sweep`` a ``module:function`` that gets the
-    results of all jobs of a sweep. In a name of ``writes``, ``{kind}`` is the kind of the gates that the job trains.
+    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the subfolders of the run that the job replaces,
+    ``sizes`` the settings to reduce if the machine is too small, ``after_sweep`` a ``module:function`` that gets the results of
+    all jobs of a sweep. In ``writes``, ``{kind}`` is the kind of the gates that the job trains.
     """
 
     config: str

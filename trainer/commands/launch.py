@@ -70,7 +70,7 @@ def launch(
 
 @contextmanager
 def _errors_in_one_line(command: str, started: list[str]) -> Iterator[None]:
-    """Raises the errors of Hydra's files, and until the first job has ``started`` those of keys ``hydra.*``, as a UserError."""
+    """Converts errors of Hydra's files to UserError, and errors of keys ``hydra.*`` until the first job has ``started``."""
     from hydra.errors import HydraException
 
     try:
@@ -173,7 +173,7 @@ def _disk_error(error: Exception, command: str, folder: Path) -> UserError | Fau
 
 
 def _shortage(error: Exception, sizes: str) -> UserError | None:
-    """Returns one line for an error that means that the machine is too small for the job; None for other errors."""
+    """Returns one line for an error that shows that the machine is too small for the job; None for other errors."""
     import torch
 
     reason = first_line(error).partition(". ")[0]
@@ -187,7 +187,7 @@ def _shortage(error: Exception, sizes: str) -> UserError | None:
 
 
 def _check_text(cfg: JobConfig, command: str) -> None:
-    """Raises UserError for text that is not chosen or does not exist, before a job imports what it needs."""
+    """Raises UserError for text that was not chosen or does not exist, before a job imports heavy libraries."""
     if isinstance(cfg, schemas.RunConfig):
         if COMMANDS[command].trains:
             cfg.check_text()

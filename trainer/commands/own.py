@@ -1,4 +1,4 @@
-"""``--model`` and ``--data``: the Hydra overrides for a model and a text of the user's own."""
+"""``--model`` and ``--data``: the Hydra overrides for the user's own model and text."""
 
 import os
 import re
@@ -29,7 +29,7 @@ WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up t
 
 
 def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
-    """Returns the overrides that ``--model`` and ``--data`` stand for, beside the other ``overrides`` of ``command``."""
+    """Returns the overrides that ``--model`` and ``--data`` stand for, given the other ``overrides`` of ``command``."""
     for group, value in {"model": model, "data": data}.items():
         if value is not None and (given := [each for each in overrides if each.startswith(f"{group}=")]):
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
@@ -64,7 +64,7 @@ def _model_overrides(model: str, command: str) -> list[str]:
 
 
 def _on_cpu(command: str, overrides: Sequence[str]) -> list[str]:
-    """Returns smaller presets for training on a CPU, where those of a GPU would take days, and prints them."""
+    """Returns smaller presets for training on a CPU, where the usual ones would take days, and prints them."""
     given = dict(each.split("=", 1) for each in overrides if "=" in each)
     presets = {name: value for name, (key, value) in CPU_PRESETS.get(command, {}).items() if key not in given}
     if not presets or not _is_cpu(given.get("device", "auto")):
@@ -84,7 +84,7 @@ def _is_cpu(device: str) -> bool:
 
 
 def sizes_for(positions: int) -> dict[str, Any]:
-    """Returns the presets of a model with fewer positions than the default length has tokens, in the papers' proportions."""
+    """Returns presets for a model with fewer positions than the default length, in the papers' proportions."""
     default = ModelPresets()
     if positions >= default.seq_len:
         return {}

@@ -30,7 +30,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
-    """Serves a model over HTTP until Ctrl-C or SIGTERM, after which running requests finish; a Fault may end it, too."""
+    """Serves a model over HTTP until Ctrl-C or SIGTERM, after which running requests finish, or until a Fault."""
     check_libraries()
     check_key(api_key)
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > PORTS:
@@ -55,7 +55,7 @@ def check_libraries() -> None:
 
 
 def check_key(api_key: str | None) -> None:
-    """Raises UserError for a key that no header can bring. The key is never printed."""
+    """Raises UserError for a key that cannot be sent in a header. The key is never printed."""
     if api_key is None:
         api_key = os.environ.get("MSATTN_API_KEY")  # an empty one, which the command line takes for none
     if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):

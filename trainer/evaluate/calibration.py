@@ -46,10 +46,10 @@ FARTHEST = 0.25
 
 
 def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, the thresholds that are missing.
+    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, with missing thresholds.
 
-    These are the thresholds of baselines, and of a gate whose artifact has none or has those for other blocks that are always
-    read. All are measured in one pass, as in the training of a gate, and kept in ``data.cache``.
+    Thresholds are missing for baselines, and for a gate whose artifact has none or has thresholds for other always-read blocks.
+    All are measured in one pass, as in gate training, and kept in ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
     if not needy or not any("blocks" in record(task).reads for task in cfg.eval.tasks):
@@ -100,7 +100,7 @@ def calibration_chunks(cfg: EvalRunConfig, loaded: Loaded, number: int) -> list[
 
 
 def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
-    """Returns a note for each length at which the blocks that are always read are more than a requested share."""
+    """Returns a note for each length at which the always-read blocks exceed a requested share."""
     if not methods.block_selections:
         return []
     first = methods.block_selections[0]
@@ -189,11 +189,11 @@ class _Kept:
 
 
 def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Returns ``methods`` whose routings are measured at ``cfg.eval.key_shares``, if there are any.
+    """Returns ``methods`` with routings measured at ``cfg.eval.key_shares``, if there are any.
 
-    For each share, a routing gets the number of probes with which it reads the nearest share of the visible keys, in the mean
-    over queries, heads and layers of training chunks. The notes say how many, and which shares a routing cannot read, as its
-    buckets or the dense window are larger.
+    For each share, a routing gets the number of probes whose mean share of the visible keys, over queries, heads and layers of
+    training chunks, is nearest. The notes give these numbers, and the shares that a routing cannot read because its buckets or
+    the dense window are larger.
     """
     shares, routings = cfg.eval.key_shares, methods.bucket_routings
     if not shares or not routings:

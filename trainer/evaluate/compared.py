@@ -79,10 +79,10 @@ class ComparedSelection:
 class ComparedRouting:
     """Sparse decoding: ``bucket_decode`` reads the dense window and the buckets that ``router`` chooses.
 
-    Tasks that measure a single setting take ``keys``, a mean share of the keys, or without it ``probes`` buckets. A setting
-    is one of the two: an integer is a number of buckets, a float a share of the keys. With ``by_share``, the numbers
-    of probes that read about some shares of the keys, every task measures these instead of other numbers. With ``independent``
-    each query head reads buckets of its own, which serving shares within a query group.
+    Tasks that measure a single setting use ``keys``, a mean share of the keys, or otherwise ``probes`` buckets. A setting is
+    one of the two: an integer is a number of buckets, a float a share of the keys. ``by_share`` holds numbers of probes that
+    read about given shares of the keys; if set, every task measures these. With ``independent`` each query head reads its own
+    buckets, whereas serving shares them within a query group.
     """
 
     method: Method
@@ -97,12 +97,12 @@ class ComparedRouting:
 
     @classmethod
     def configured(cls, method: Method, router: Router, cfg: EvalRunConfig) -> "ComparedRouting":
-        """Returns the router with the configured numbers, else those that its artifact records."""
+        """Returns the router with the configured settings, otherwise with those that its artifact records."""
         keys = cfg.keys if router.predicts_attention else None
         return cls(method, router, **router.decode_numbers(cfg.routing, cfg.model.presets), keys=keys)
 
     def method_at(self, setting: int | float) -> Method:
-        """Returns the method of the rows in a setting; with 0 probes the dense window is all that is read."""
+        """Returns the method of the rows in a setting; with 0 probes only the dense window is read."""
         if setting == 0:
             return WINDOW
         return self.method.of(*[CALIBRATED] * isinstance(setting, float), *[INDEPENDENT] * self.independent)
@@ -244,7 +244,7 @@ def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list
 def add_routers(methods: Compared, cfg: EvalRunConfig, model: PreTrainedModel) -> Compared:
     """Returns ``methods`` with the routers without training, ``cfg.eval.routers``, after the others.
 
-    They have the number of buckets, the layers and the dense window of the first other routing. Without one, they have the
+    They use the number of buckets, the layers and the dense window of the first other routing. Without one, they use the
     number of buckets of ``model.presets`` and route all served layers.
     """
     if not any("routings" in record(task).reads for task in cfg.eval.tasks):

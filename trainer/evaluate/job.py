@@ -31,8 +31,8 @@ CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
 class PartialRows:
     """Measured rows on disk, by the key of their measurement, so that an interrupted evaluation can be resumed.
 
-    Without ``resume`` those of an earlier evaluation are deleted. Settings, damage and errors are as in
-    :class:`~msattn.trainer.storage.parts.FinishedParts`. The caller holds the lock of the folder of the results.
+    Without ``resume``, rows of an earlier evaluation are deleted. Settings, damage and errors are handled as in
+    :class:`~msattn.trainer.storage.parts.FinishedParts`. The caller holds the lock of the results folder.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -90,7 +90,7 @@ class Job:
         return partial(self.progress.advance, self.progress.add_task(title, total=total))
 
     def rows(self, title: str, plan: Sequence[Measurement]) -> list[EvalRow]:
-        """Returns the rows of each measurement of ``plan``, in order; those that are kept are not measured again."""
+        """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured again."""
         found = [None if each.key is None else self.kept.get(*each.key) for each in plan]
         advance = self.bar(title, sum(each.steps for each, rows in zip(plan, found, strict=True) if rows is None))
         done: list[EvalRow] = []
@@ -104,7 +104,7 @@ class Job:
 
 
 def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> dict[str, Any]:
-    """Returns what the rows of an evaluation depend on, under the names of the command line."""
+    """Returns the settings that the rows of an evaluation depend on, with the names of the command line."""
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | given["model"]
     hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
@@ -128,10 +128,10 @@ def haystack(cfg: DataConfig, path: str | None) -> Iterator[data.Document]:
 
 
 def check_texts(cfg: EvalRunConfig) -> None:
-    """Raises UserError if text on which the tasks evaluate is also training text of ``cfg.data``.
+    """Raises UserError if text that the tasks evaluate on is also training text of ``cfg.data``.
 
-    ``data.heldout_split`` is compared where training text is read too, as for calibration: a dataset of held-out text alone has
-    no training split.
+    ``data.heldout_split`` is compared only if training text is also read, as in calibration, because a dataset of held-out
+    text alone has no training split.
     """
     haystacks = _haystacks(cfg)
     if cfg.data.heldout_path is not None and reads_data(cfg):

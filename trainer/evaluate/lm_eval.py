@@ -5,8 +5,8 @@ lm_eval finds no models in other packages, so this module registers one and runs
     python -m msattn.trainer.evaluate.lm_eval --model msattn --tasks TASKS \\
         --model_args pretrained=./my-model,gate=outputs/my-model/base,sparsity=0.8
 
-Arguments of the model are those of ``hf`` and, with the names of :func:`msattn.attach`, what serves it; without any, what its
-``config.json`` names. The results file records what was read.
+The model takes the arguments of ``hf`` and the options of :func:`msattn.attach`; without options, those in its ``config.json``
+apply. The results file records how much was read.
 """
 
 import sys
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def main() -> None:
-    """Runs lm_eval's command line; mistakes in what serves a model are one line, with exit code 2."""
+    """Runs lm_eval's command line; mistakes in the options of ``attach`` print one line and end with exit code 2."""
     try:
         register()
         from lm_eval.__main__ import cli_evaluate

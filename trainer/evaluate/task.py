@@ -1,4 +1,4 @@
-"""The record of a task: what it reads, and how its rows are shown and judged. Each module of ``tasks`` has one, ``TASK``."""
+"""The record of a task: its inputs, and how its rows are shown and judged. Each module of ``tasks`` has one, ``TASK``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
 
 
 class Quality(NamedTuple):
-    """A measure by which the verdict judges methods; by default the score, a share of which more is better."""
+    """A measure by which the verdict judges methods; by default the score, a share where larger is better."""
 
     name: str
     difference: Callable[[EvalRow, EvalRow], Difference]  # of two rows of the same samples, absolute or relative

@@ -1,4 +1,4 @@
-"""Evaluations side by side: scores and settings beside those of an earlier one, and one table of all that a sweep made."""
+"""Comparison of evaluations: scores and settings next to those of an earlier one, and one table for a whole sweep."""
 
 import json
 import os

@@ -69,8 +69,8 @@ def dense_of(rows: list[EvalRow]) -> list[EvalRow]:
 def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> float | None:
     """Returns the time of a row relative to dense attention; None if it was not measured.
 
-    Block selections have the time of their prefill of the same prompts, ``own``. Routings have that of a decoded token, from
-    the task ``decoding`` among all ``rows``.
+    For block selections this is the prefill time of the same prompts, ``own``. For routings it is the time of a decoded token,
+    from the task ``decoding`` among all ``rows``.
     """
     if row.sparsity is None:
         decoded = [each for each in rows if each.task == "decoding" and each.is_of_one_prompt()]

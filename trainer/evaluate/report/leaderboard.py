@@ -27,7 +27,7 @@ def _table(rows: list[EvalRow], length: int) -> str:
 
 
 def _column(row: EvalRow) -> str:
-    """Returns the share of blocks or keys that was to be left out, kvpress' compression ratio; of others, their setting."""
+    """Returns the requested share of blocks or keys to leave out (kvpress' compression ratio), or else the setting."""
     if row.method.is_dense:
         return "0 %"
     left_out = row.setting.left_out

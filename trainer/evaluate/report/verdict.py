@@ -1,8 +1,8 @@
-"""The verdict: the best trained method beside the best one without training, with the interval of their difference.
+"""The verdict: the best trained and the best untrained method, with the interval of their difference.
 
 A line judges one task in prefill (block selection) or decoding (bucket routing), at the longest prompts, in the setting in
-which the first trained method reads the fewest keys. Both methods read the same samples, so the interval is that of the paired
-differences; one that includes 0 is a tie.
+which the first trained method reads the fewest keys. Both methods use the same samples, so the interval is that of paired
+differences; if it includes 0, the line is a tie.
 """
 
 from collections.abc import Sequence

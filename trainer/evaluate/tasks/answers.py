@@ -52,7 +52,7 @@ def cases(
 ) -> list[MethodSetting]:
     """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes`` and at shares ``keys``.
 
-    Without ``probes``, a routing has the setting that is configured, or the number that its artifact records.
+    Without ``probes``, a routing uses the configured setting, or the number that its artifact records.
     """
     found = [MethodSetting(DENSE, Setting(), nullcontext)]
     for method in methods.block_selections:
@@ -70,9 +70,9 @@ def cases(
 
 
 class Question(NamedTuple):
-    """A prompt ``ids [1, N]``, the longest answer in tokens, and whether an answer's text needs no further tokens.
+    """A prompt ``ids [1, N]``, the largest number of answer tokens, and a function that says if an answer's text is complete.
 
-    Without ``complete`` an answer ends by itself or at its longest.
+    Without ``complete`` an answer ends at EOS or at the largest number of tokens.
     """
 
     ids: Tensor

@@ -1,9 +1,9 @@
 """Tokens per second of ``generate``, with dense attention and with bucket routing, after caches of random keys.
 
 Decoding time depends on the number of keys that are read, so no prompt is needed and the cache may be longer than the model's
-positions. ``generate`` runs as users call it: what it does besides the model counts. PyTorch's SDPA kernels, which transformers
-uses only with a copy of the cache for each token, are measured without this copy and, on a GPU, as a CUDA graph of one token,
-which leaves out all work of the host.
+positions. ``generate`` runs as users call it, so its own overhead counts. transformers uses PyTorch's SDPA kernels only with a
+copy of the cache for each token. Here they are measured without this copy and, on a GPU, as a CUDA graph of one token, without
+any work of the host.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Tasks of EleutherAI's lm_eval on the attached model: LongBench, InfiniteBench, RULER, BABILong, or tasks of the user's own.
+"""Tasks of EleutherAI's lm_eval on the attached model: LongBench, InfiniteBench, RULER, BABILong, or the user's own tasks.
 
-Dense attention and every method answer the same samples, one after the other.
+Dense attention and every method answer the same samples, one at a time.
 """
 
 import logging
@@ -51,7 +51,7 @@ def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
 
 
 def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
-    """Returns lm_eval's view of the model: one sample at a time, and none is shortened in silence."""
+    """Returns lm_eval's view of the model: one sample at a time, without silent truncation."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
@@ -132,9 +132,9 @@ def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool)
 
 
 class QuietTask:
-    """A task of lm_eval that makes its prompts without a bar, which no argument turns off.
+    """An lm_eval task that generates its prompts without a progress bar, which no argument turns off.
 
-    Everything else is passed on to the task. Nothing is shown on stderr meanwhile; errors are raised.
+    Everything else is passed on to the task. Meanwhile stderr is silent; errors are raised.
     """
 
     def __init__(self, task: Any) -> None:

@@ -47,8 +47,8 @@ def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
 
     Raises UserError if lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data
-    cannot be had or need code of their own, it runs code that the model writes, it needs images, or the tokenizer has no chat
-    template where one is asked for.
+    are not available or need their own code, it runs code written by the model, it needs images, or the tokenizer lacks a
+    requested chat template.
     """
     settings = cfg.eval.harness
     for length in settings.lengths:

@@ -9,12 +9,12 @@ from msattn.kernels.paged import paged_bucket_sizes
 
 
 class BucketSizes:
-    """Numbers of keys in the buckets, of up to ``rows`` sequences that get one new token each.
+    """Numbers of keys in the buckets, for up to ``rows`` sequences that get one new token each.
 
-    Engines move sequences to other rows of a pass, and give their pages to other sequences. So a row keeps its sizes only from
-    one pass to the next, and only if its new key follows the slot of its last one: nothing but this last key has been written
-    since its sequence was counted. Prompts of the same pass write other slots. The keys of other rows are counted again. No
-    value is read back from the device, so that a CUDA graph can hold all of this.
+    Engines move sequences to other rows of a pass and give their pages to other sequences. So a row keeps its sizes only from
+    one pass to the next, and only if its new key follows the slot of its last key: then only that key was written since the
+    sequence was counted. Prompts of the same pass write other slots. Keys of all other rows are counted again. No value is read
+    back from the device, so a CUDA graph can contain all of this.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ STEP = 256  # capacities are multiples of it
 
 
 class Buffer:
-    """A tensor ``[B, H, length, ...]`` at the start of memory with free positions: appending writes only what is new.
+    """A tensor ``[B, H, length, ...]`` in memory with free positions, so that appending writes only new values.
 
     The address of ``memory [B, H, capacity, ...]``, None before the first token, changes only in :meth:`reserve` and if the
     number of rows changes.
@@ -60,7 +60,7 @@ class Buffer:
 
 
 def _is_alike(held: Tensor | None, new: Tensor) -> bool:
-    """Returns True if empty memory serves for ``new``: that of another batch or dtype is allocated again."""
+    """Returns True if empty memory fits ``new``; memory for another batch or dtype is allocated again."""
     return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (new.dtype, new.device, new[:, :, :0].shape)
 
 

@@ -1,4 +1,4 @@
-"""Installation of an attached model's layers in a cache of transformers, with the checks that it can take them."""
+"""Installation of an attached model's layers in a transformers cache, with checks that the cache supports them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,11 +29,11 @@ def install_layers(
     dense_layers: tuple[int, ...] = (0,),
     rebuild_every: int = REBUILD_EVERY,
 ) -> None:
-    """Replaces the layers of a cache, with the tokens that they hold.
+    """Replaces the layers of a cache and keeps their tokens.
 
-    Those of the router that are not in ``dense_layers`` become the one of ``LAYERS`` for its grouping of keys, others
-    :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches without the full
-    context on the model's device.
+    Routed layers that are not in ``dense_layers`` become the class in ``LAYERS`` for the router's grouping of keys; other
+    layers become :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches
+    without the full context on the model's device.
     """
     replaced = range(num_layers) if served is None else served
     check_cache(cache, replaced, num_layers)
@@ -51,7 +51,7 @@ def install_layers(
 
 
 def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
-    """Raises UserError for a cache of which :func:`install_layers` cannot take over the layers ``replaced``."""
+    """Raises UserError for a cache whose layers ``replaced`` cannot be taken over by :func:`install_layers`."""
     if not isinstance(cache, DynamicCache | StaticCache):
         raise UserError(f"past_key_values: {type(cache).__name__} is not supported; expected a DynamicCache or StaticCache")
     if len(replaced) < num_layers and isinstance(cache, StaticCache):
@@ -69,7 +69,7 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
 def can_crop(cache: Cache) -> bool:
     """Returns True if the last tokens can be removed.
 
-    Layers with a window that is full have forgotten those before it, and layers of linear attention keep a sum of all tokens.
+    Layers whose window is full have dropped the tokens before it, and layers of linear attention keep a sum over all tokens.
     """
     layers: list[Any] = cache.layers
     return not any(
@@ -80,6 +80,6 @@ def can_crop(cache: Cache) -> bool:
 
 
 def _is_replaceable(layer: Any) -> bool:
-    """Returns True if a layer of a cache holds all keys, as one with a window does until that is full."""
+    """Returns True if a cache layer holds all keys; a layer with a window does so until the window is full."""
     whole = type(layer) in (DynamicLayer, StaticLayer) or isinstance(layer, GrowingLayer)
     return whole or (type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window)

@@ -68,7 +68,7 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = False
 
     def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
-        """Takes the keys and values of another layer, without copying them, and the limit of a static one."""
+        """Takes over another layer's keys and values without copying them, and the capacity of a static layer."""
         self.max_cache_len = getattr(layer, "max_cache_len", None)
         if not layer.is_initialized:
             return
@@ -171,7 +171,7 @@ class BucketLayer(GrowingLayer):
         self._sizes: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BucketLayer":
-        """Copies everything but the partition, as for a prefix that several conversations share."""
+        """Copies everything except the partition, e.g. for a prefix that several conversations share."""
         memo[id(self.partition)] = self.partition
         twin = copy.copy(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -205,12 +205,12 @@ class BucketLayer(GrowingLayer):
         return self._sizes
 
     def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
-        """Assigns buckets, and builds the index at first, after a prompt, and if ``rebuild_every`` keys or more are not in it.
+        """Assigns buckets; builds the index first, after a prompt, and when ``rebuild_every`` or more keys are missing.
 
         Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
-        ``rotation``, keys of earlier passes are recovered from the cache, so that they get their buckets only when the index
-        needs them; this takes the positions of a sequence to be consecutive. Without it every pass must assign its own keys, or
-        KeysNotKnown is raised.
+        ``rotation``, keys of earlier passes are recovered from the cache, so they get buckets only when the index needs them;
+        this assumes consecutive positions in a sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown
+        is raised.
         """
         start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
         if start + num_new > num_keys:
@@ -243,7 +243,7 @@ class BucketLayer(GrowingLayer):
         return buckets.masked_fill(positions < x.kv_start[:, None, None], -1)
 
     def rebuild_due(self, new_tokens: int) -> bool:
-        """Returns True if the index is to be rebuilt after ``new_tokens`` more tokens."""
+        """Returns True if the index must be rebuilt after ``new_tokens`` more tokens."""
         return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
 
     def _store_empty_index(self) -> None:
@@ -260,7 +260,7 @@ class BucketLayer(GrowingLayer):
         self._keep_offsets(offsets)
 
     def _keep_offsets(self, offsets: Tensor) -> None:
-        """Keeps the offsets of the index and the sizes of its buckets, in the memory of the last ones if their shape stays."""
+        """Stores the index offsets and bucket sizes, in the same memory as before if their shape is unchanged."""
         sizes = offsets.diff(dim=-1)
         if self._offsets is None or self._sizes is None or self._offsets.shape != offsets.shape:
             with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
@@ -270,7 +270,7 @@ class BucketLayer(GrowingLayer):
             self._sizes.copy_(sizes)
 
     def window(self, recent: int) -> int:
-        """Returns the length of the dense window: ``recent``, or the number of keys that are not indexed yet if larger."""
+        """Returns the length of the dense window: ``recent``, or the number of keys not yet in the index if that is larger."""
         return max(recent, self.get_seq_length() - self.indexed)
 
     def _set_length(self, length: int) -> None:
@@ -330,7 +330,7 @@ class BlockLayer(BucketLayer):
         super()._rebuild_index(x, rotation)
 
     def _shorten_index(self, length: int) -> None:
-        """Removes the blocks that hold a key from position ``length`` on: summaries are those of whole blocks."""
+        """Removes the blocks that contain a key at or after position ``length``, since summaries cover whole blocks."""
         assert self.bucket_buffer.filled is not None
         whole = max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
         self._store_index(self.bucket_buffer.filled[:, :, :whole])
@@ -358,9 +358,9 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
 class ClusterLayer(BlockLayer):
     """A :class:`BlockLayer` whose buckets are clusters of keys, with the mean key of each.
 
-    Clusters are made of keys after RoPE, which the cache holds. So a key gets its cluster when the index is built, with or
-    without a ``rotation``. It stays in this cluster. A mean is computed once, with its cluster: a new index adds the means of
-    new clusters, and cropping leaves the means as they are.
+    Clusters are formed from keys after RoPE, which the cache holds. So a key gets its cluster when the index is built, with or
+    without a ``rotation``, and stays in it. The mean of a cluster is computed once: a new index adds the means of new clusters,
+    and cropping does not change means.
     """
 
     def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:

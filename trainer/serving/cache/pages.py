@@ -1,7 +1,7 @@
-"""The state of a paged cache beside its keys and values: buckets of keys, and pooled keys for gates.
+"""The additional state of a paged cache: buckets of keys, and pooled keys for gates.
 
-It belongs to slots, not to requests. So requests that share a prefix share it too, and one that was preempted finds it again.
-Only a page that is copied needs its state copied.
+It belongs to slots, not to requests. So requests that share a prefix also share its state, and a preempted request finds it
+again. Only when a page is copied must its state be copied as well.
 """
 
 from collections.abc import Iterable, Mapping
@@ -79,7 +79,7 @@ class PagedState:
         return self.gate.block_size
 
     def release(self) -> None:
-        """Lets go of the cache and of all memory."""
+        """Releases the cache and all memory."""
         self._caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
 
     @property
@@ -96,7 +96,7 @@ class PagedState:
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
 
     def mark_pooled(self, pages: Tensor, blocks: Tensor, *, pooled: bool) -> None:
-        """Notes whether the pooled keys of ``blocks`` of ``pages`` are there.
+        """Records whether the pooled keys of ``blocks`` of ``pages`` are available.
 
         An assignment by two indices would copy the value from the host, which a CUDA graph cannot capture.
         """
@@ -113,9 +113,9 @@ class PagedState:
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
-        They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are those of this pass, before RoPE, and
-        cached ones (of the unfinished block, of tokens that were decoded), which are recovered by inverting their rotation.
-        ``x.k`` are the keys of this pass.
+        They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are the keys of this pass before RoPE, and
+        cached keys (of the unfinished block and of decoded tokens), which are recovered by inverting their rotation. ``x.k``
+        are the keys of this pass.
         """
         assert self.gate is not None
         size, held = self.block_size, self.pooled[x.layer]
@@ -140,7 +140,7 @@ class PagedState:
 
 
 class AllocatedState(PagedState):
-    """State of transformers' ``PagedAttentionCache``, in which pages of all layers with one number form a block."""
+    """State of transformers' ``PagedAttentionCache``, in which the pages of all layers with the same number form a block."""
 
     def __init__(self, cache: Any, **options: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
@@ -154,7 +154,7 @@ class AllocatedState(PagedState):
         allocator.copy_blocks = self._copy_blocks
 
     def release(self) -> None:
-        """Lets go of the cache and of all memory."""
+        """Releases the cache and all memory."""
         del self.allocator.copy_blocks
         super().release()
 

@@ -1,8 +1,8 @@
-"""A forward pass over the pages of many sequences: which pages, which lengths, and where the new keys go.
+"""A forward pass over the pages of many sequences: their pages and lengths, and the slots of new keys.
 
-transformers describes a pass in one of two ways. With a block table every sequence has one new token, and the attention
-function writes its key; in that form all lengths stay on the device, as in a CUDA graph. Otherwise there are the slots to
-write, and the slots of all keys of all sequences one after another.
+transformers describes a pass in one of two ways. With a block table every sequence has one new token, the attention function
+writes its key, and all lengths stay on the device, as in a CUDA graph. Otherwise the pass lists the slots to write, and the
+slots of all keys of all sequences one after another.
 """
 
 from collections import defaultdict
@@ -33,9 +33,9 @@ class Sequences:
 
 @dataclass
 class Prompts:
-    """Sequences with several new tokens that one operation serves: those that are dense, or sparse ones of similar sizes.
+    """Sequences with several new tokens that one operation serves: all dense ones, or sparse ones of similar sizes.
 
-    A block mask of all of them is then less than 4 times as large as their own masks, but for the rest of a page.
+    A joint block mask is then less than 4 times as large as their separate masks, apart from the rest of a page.
     """
 
     tokens: Rows  # a slice where they follow one another

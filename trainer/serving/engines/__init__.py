@@ -1,4 +1,4 @@
-"""Engines that serve an attached model beside its own ``generate``.
+"""Engines other than ``generate`` that serve an attached model.
 
 ``generate_batch`` is transformers' continuous batching, ``http`` a server over it, and ``vllm`` an attention backend of vLLM.
 

@@ -1,4 +1,4 @@
-"""Managers of transformers' continuous batching for an attached model: their configuration, and their end with the context."""
+"""Managers of transformers' continuous batching for an attached model, which end with the context; their configuration."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class Managers:
 
     @torch.no_grad()
     def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
-        """Stands in for ``init_continuous_batching``; UserError for a version, a model or a value that is not supported."""
+        """Replaces ``init_continuous_batching``; raises UserError for an unsupported version, model or value."""
         check_version("generate_batch")
         check_attached(self.model, self.sparse)
         config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
@@ -83,7 +83,7 @@ class Managers:
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for ``generate_batch``, which would log a refused prompt and return no answer."""
+        """Replaces ``generate_batch``, which would log a refused prompt and return no answer."""
         if torch.is_inference_mode_enabled():
             raise UserError("generate_batch: called in torch.inference_mode(); use torch.no_grad() or neither")
         for prompt in inputs:
@@ -91,7 +91,7 @@ class Managers:
         return self.original_batch(inputs, *args, **kwargs)
 
     def _configure(self, manager: Any, given: Any, pages: int) -> None:
-        """Turns on the decoding over block tables, for which transformers looks for a kernel of its own, and CUDA graphs."""
+        """Enables decoding over block tables, for which transformers would require its own kernel, and CUDA graphs."""
         resolved = manager.continuous_batching_config
         captures, reason = self.cuda_graphs and resolved.cuda_graph_booleans[1], uncapturable(decoder(self.model))
         if captures and reason is not None:
@@ -119,17 +119,17 @@ class Managers:
         return processor
 
     def _warm_up(self, warm_up: Callable[[], None]) -> None:
-        """Runs the passes of transformers' warm-up, whose tokens are no one's, without counting them."""
+        """Runs the passes of transformers' warm-up, which belong to no request, without counting them."""
         with self.sparse.statistics.unchanged():
             warm_up()
 
     def _add_request(self, add: Callable[..., Any], input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """Adds a request whose prompt a pass can take; one that fails there would end all others."""
+        """Adds a request after checking its prompt, because a request that fails in a pass would end all others."""
         check_prompt(input_ids, self.model.config)
         return add(input_ids, *args, **kwargs)
 
     def end(self) -> None:
-        """Stops the managers, whose graphs and caches belong to this context, and lets go of the caches."""
+        """Stops the managers, whose graphs and caches belong to this context, and releases the caches."""
         with ExitStack() as ends:  # all of them run, whatever one raises
             ends.callback(self.sparse.paged.release)
             for manager in self.sparse.paged.managers:
@@ -151,7 +151,7 @@ def _ended() -> None:
 
 
 def check_attached(model: Any, sparse: Sparse) -> None:
-    """Raises UserError unless what is attached to ``model`` can be served over pages."""
+    """Raises UserError unless the sparse attention of ``model`` works over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: expected a language model, not one with images")
     if any(getattr(getattr(layer, "self_attn", None), "sinks", None) is not None for layer in decoder(model).layers):
@@ -160,7 +160,7 @@ def check_attached(model: Any, sparse: Sparse) -> None:
 
 
 def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
-    """Raises UserError, which names the ``engine``, unless sparse attention of a decoder can be served over pages."""
+    """Raises UserError, which names the ``engine``, unless the sparse attention of a decoder works over pages."""
     for layer in attention_layers(config):
         if layer.kept is not None:
             raise UserError(f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}")
@@ -187,13 +187,13 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
-    """Raises UserError, which calls it ``name``, for pages that do not hold whole blocks of the selection."""
+    """Raises UserError for pages that do not hold whole blocks of the selection; ``name`` is the setting's name."""
     block, _ = sparse.paged.chunks
     require(size % block == 0, name, size, f"expected a multiple of {block}, the block size of the selection")
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
-    """Raises UserError for a value of a configuration that sparse attention cannot serve."""
+    """Raises UserError for a configuration value that sparse attention does not support."""
     check_page_size(config.page_size, sparse)
     tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
     keys = "max_batch_tokens, server.batch_tokens"
@@ -207,7 +207,7 @@ def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
 
 
 def check_prompt(ids: Sequence[int], config: Any) -> None:
-    """Raises UserError for a prompt without tokens, with more than the model has positions for, or with ids that are none."""
+    """Raises UserError for a prompt that is empty, longer than the model's positions, or contains invalid ids."""
     size = text_config(config).vocab_size
     require(len(ids) > 0, "input_ids", list(ids), "expected one token or more")
     require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"expected 0 to {size - 1}")

@@ -1,9 +1,8 @@
-"""An HTTP server in the form of OpenAI's API, over transformers' continuous batching (``msattn serve``).
+"""An OpenAI-compatible HTTP server over transformers' continuous batching (``msattn serve``).
 
-``app`` has the routes, ``engine`` hands requests to the manager of transformers, over a paged KV cache that ``cache`` sizes.
-Both run in threads of their own, which ``supervisor`` watches until a signal or a fault ends them.
-``bodies`` checks what a request asks for, ``text`` makes tokens of its prompt, and text of new tokens, ``answers`` are the
-objects that are sent, ``metrics`` counts.
+``app`` has the routes; ``engine`` passes requests to the manager of transformers, with a paged KV cache sized by ``cache``.
+Both run in separate threads, which ``supervisor`` watches until a signal or a fault ends them. ``bodies`` checks requests,
+``text`` converts prompts to tokens and new tokens to text, ``answers`` are the response objects, and ``metrics`` counts.
 
-Import from the modules. :mod:`msattn.trainer.commands.serve` imports them, once it has looked for the extra ``serve``.
+Import from the modules. :mod:`msattn.trainer.commands.serve` imports them after checking for the extra ``serve``.
 """

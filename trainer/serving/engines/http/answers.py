@@ -1,4 +1,4 @@
-"""The JSON objects that are sent: answers and errors, in OpenAI's form."""
+"""The JSON objects of responses: answers and errors, in OpenAI's format."""
 
 import json
 import time
@@ -17,8 +17,7 @@ INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 class ApiError(Exception):
     """A refused or failed request.
 
-    The message is one sentence, which names the parameter, its value and what is accepted. ``code`` is a word that programs
-    compare.
+    The message is one sentence, which names the parameter, its value and the accepted values. ``code`` is for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -34,7 +33,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer: a server that is full or ends may take the request a second later."""
+        """Headers of the answer; if the server is full or stopping, they tell the client to retry after a second."""
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
 

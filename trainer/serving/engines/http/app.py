@@ -37,7 +37,7 @@ QUIET = ("/health", "/metrics")  # paths that are asked for again and again, wit
 
 
 class Piece(NamedTuple):
-    """A part of an answer: text, and the log-probabilities of tokens, which need not be exactly those of the text."""
+    """A part of an answer: text and log-probabilities, whose tokens need not match the text exactly."""
 
     text: str
     logprobs: list[Logprobs]
@@ -97,7 +97,7 @@ class Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def complete(self, request: Request, kind: type[Body]) -> Response:
-        """Answers a request for a completion, at once or as a stream; ApiError before its stream begins."""
+        """Answers a completion request, at once or as a stream; raises ApiError only before the stream begins."""
         data = bytearray()
         try:
             await self._receive(request, data)
@@ -136,10 +136,10 @@ class Service:
         return JSONResponse(form.whole(whole, usage_of(generations)))
 
     async def _receive(self, request: Request, body: bytearray) -> None:
-        """Fills ``body`` with that of a request, and counts its bytes among those held.
+        """Reads the body of a request into ``body`` and counts its bytes among those held.
 
-        Raises ApiError if it is no JSON by its header, too large, too slow or not complete, or too many bytes of others are
-        held.
+        Raises ApiError if the header does not say JSON, if the body is too large, too slow or incomplete, or if other requests
+        hold too many bytes.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # browsers send other types from any page without asking the server
@@ -182,7 +182,7 @@ class Service:
             generation.end("cancelled")
 
     async def _events(self, form: AnswerForm, body: Body, generations: list[Generation]) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. A failure is an event, too, as the status is sent already."""
+        """Yields the events of a stream. A failure is also an event, because the status was already sent."""
         try:
             for number in range(len(generations) if isinstance(body, ChatBody) else 0):
                 yield event(form.piece(number, None))

@@ -1,4 +1,4 @@
-"""The bodies of requests: what is accepted, and errors that name what is not."""
+"""Request bodies: accepted parameters, and errors that name rejected ones."""
 
 import json
 import re
@@ -89,7 +89,7 @@ class Message(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema of answers. ``name``, ``description`` and ``strict`` are without effect: answers always follow it."""
+    """A JSON schema of answers. ``name``, ``description`` and ``strict`` have no effect; answers always follow the schema."""
 
     name: str | None = None
     description: str | None = None
@@ -111,7 +111,7 @@ class ResponseFormat(Strict):
 
 
 class Body(Strict):
-    """Parameters that both kinds of requests have. Those without a use are accepted with the values that ask for nothing."""
+    """Parameters of both kinds of requests. Unsupported ones are accepted only with values that have no effect."""
 
     model: str
     max_tokens: Count | None = None
@@ -144,7 +144,7 @@ class Body(Strict):
 
     @property
     def number_of_logprobs(self) -> int | None:
-        """The number of likeliest tokens whose log-probabilities are answered for each token; None without any."""
+        """The number of most likely tokens whose log-probabilities are returned per token; None without log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -206,10 +206,10 @@ class ChatBody(Body):
 
 
 def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: int) -> Body:
-    """Returns what the body ``data`` asks for.
+    """Returns the parsed body ``data``.
 
     Raises ApiError if it is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, or asks for another
-    ``model``; or a parameter is unknown, unsupported, missing, of another type or out of range: the message names it.
+    ``model``; or if a parameter, which the message names, is unknown, unsupported, missing, of the wrong type or out of range.
     """
     most = longest + OTHER_VALUES
     more = (match for match in STRING_OR_MORE.finditer(data) if match.lastindex)

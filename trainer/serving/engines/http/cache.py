@@ -34,9 +34,9 @@ def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
 def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None") -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.
 
-    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests when one is cancelled in the
-    pass that completes a page of its own. Raises UserError if the cache of the longest request does not fit into memory, or
-    into ``server.pages``.
+    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests if one is cancelled in the
+    pass that completes one of its pages. Raises UserError if the cache of the longest request does not fit into memory or
+    ``server.pages``.
     """
     from transformers import ContinuousBatchingConfig
 

@@ -1,4 +1,4 @@
-"""Limits of connections: how long one may wait for its client, and how many there are. Needs the extra ``serve``."""
+"""Limits on connections: on their number and on the time that one may wait for its client. Needs the extra ``serve``."""
 
 import logging
 import math
@@ -57,9 +57,9 @@ class Connection(H11Protocol):
 class Listener(socket.socket):
     """A listening socket that keeps :data:`RESERVE` descriptors of the process free, or a quarter of a small limit.
 
-    Without descriptors, asyncio's loop neither accepts nor closes connections, and prints a traceback at each try. So if there
-    are few, the connection that has waited for its client the longest makes room. If all of them await answers, the new client
-    waits in the system's queue. It takes the place of ``bound``; ``connections`` are the open ones, as uvicorn keeps them.
+    Without descriptors, asyncio's loop neither accepts nor closes connections, and prints a traceback at each try. So if few
+    are left, the connection that has waited longest for its client is closed. If all connections await answers, the new client
+    waits in the system's queue. This object replaces ``bound``; ``connections`` are the open ones, as uvicorn keeps them.
     """
 
     def __init__(self, bound: socket.socket, connections: set[Any]) -> None:
