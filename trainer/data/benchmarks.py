@@ -1,4 +1,4 @@
-"""Files of benchmarks: questions of SQuAD's and HotpotQA's form, for RULER, and tasks of L-Eval's form."""
+"""Benchmark files: questions in the formats of SQuAD and HotpotQA, for RULER, and tasks in L-Eval's format."""
 
 import os
 import re
@@ -59,9 +59,9 @@ class _HotpotQA:
 
 
 def read_squad(key: str, path: str) -> Questions:
-    """Returns the questions of a JSON file of SQuAD's form, about its paragraphs; distractors are of the same article first.
+    """Returns the questions of a JSON file in SQuAD's format; distractors come from the same article first.
 
-    Questions without an answer are left out. Raises UserError, which begins with ``key``, for a file of another form.
+    Questions without an answer are left out. Raises UserError, which begins with ``key``, for a file in another format.
     """
     where = f"{key}={shown(path)}"
     articles = checked(_json_of(key, path), _Squad, where).data
@@ -80,9 +80,9 @@ def read_squad(key: str, path: str) -> Questions:
 
 
 def read_hotpotqa(key: str, path: str) -> Questions:
-    """Returns the questions of a JSON file of HotpotQA's form, each with its own documents; others are distractors.
+    """Returns the questions of a JSON file in HotpotQA's format, each with its own documents; others are distractors.
 
-    Raises UserError, which begins with ``key``, for a file of another form.
+    Raises UserError, which begins with ``key``, for a file in another format.
     """
     where = f"{key}={shown(path)}"
     asked = checked({"data": _json_of(key, path)}, _HotpotQA, where).data
@@ -121,9 +121,9 @@ class _LevalDocument:
 
 @dataclass(frozen=True)
 class LevalQuestion:
-    """A question of L-Eval about a document. ``options`` are the letters of a question of choice, ``""`` of others.
+    """A question of L-Eval about a document. ``options`` are the letters of a multiple-choice question, otherwise ``""``.
 
-    ``gold`` is the expected answer, of a question of choice its letter or letters; ``metric`` is L-Eval's: ``exam`` (the
+    ``gold`` is the expected answer; for multiple choice, its letter or letters. ``metric`` is L-Eval's: ``exam`` (the
     answer itself), ``rouge``, ``f1``, or others that people or models judge.
     """
 
@@ -135,9 +135,9 @@ class LevalQuestion:
 
 
 def read_leval(key: str, path: str) -> dict[str, list[LevalQuestion]]:
-    """Returns the questions of a jsonl file of L-Eval's form, or of each in a folder or glob, by the files' names.
+    """Returns the questions of a jsonl file in L-Eval's format, or of each file in a folder or glob, keyed by file name.
 
-    Raises UserError, which begins with ``key``: there is no such file, or a line has another form.
+    Raises UserError, which begins with ``key``: there is no such file, or a line has another format.
     """
     found: dict[str, list[LevalQuestion]] = {}
     for file in text_files(key, path):
@@ -162,7 +162,7 @@ def _leval_questions(row: Any, where: str) -> Iterator[LevalQuestion]:
 
 
 def _options(instruction: str) -> str:
-    """Returns the letters of the options that lines of an instruction list, ``(A) ...`` or ``A. ...``: A, B and so on."""
+    """Returns the letters (A, B and so on) of the options that an instruction lists as ``(A) ...`` or ``A. ...``."""
     letters = re.findall(r"(?:^|\n)\s*\(?([A-Z])[.):]", instruction)
     return "".join(letter for place, letter in enumerate(dict.fromkeys(letters)) if letter == chr(ord("A") + place))
 

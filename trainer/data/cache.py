@@ -1,7 +1,7 @@
 """Arrays that are computed once for a text, such as its tokens, and kept on disk for later runs and other ranks.
 
-The name of a file is a hash of everything that its array depends on, so files are never updated. Each file holds a hash of its
-content. Writers take turns, and files appear complete, so a kill leaves nothing that is read.
+A file's name is a hash of everything that its array depends on, so files are never updated. Each file holds a hash of its
+content. Writers take turns and files appear complete, so no partial file of a killed run is ever read.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from msattn.trainer.errors import UserError, first_line, free_space, print_once
 from msattn.trainer.storage.hashes import DamagedFile, read_hashed, write_hashed
 from msattn.trainer.storage.lock import locked_in_turn
 
-LEAST_SECONDS = 1.0  # what takes less is made again rather than kept
-MOST_BYTES = 64 * 10**9  # of all files of a folder; the least recently used ones go first
+LEAST_SECONDS = 1.0  # what takes less is recomputed rather than kept
+MOST_BYTES = 64 * 10**9  # total size of a folder's files; the least recently used ones are removed first
 
 
 def cached(
@@ -34,11 +34,11 @@ def cached(
     quiet: bool = False,
     however_short: bool = False,
 ) -> np.ndarray:
-    """Returns the array that ``make`` returns, from a file in ``folder`` if it is there, and else keeps it there.
+    """Returns the array that ``make`` returns: from a file in ``folder`` if there is one, else computed and kept there.
 
-    A damaged file is made again with a warning. If the array cannot be kept, as on a full disk, a warning names it: ``what``.
-    What is made in less than :data:`LEAST_SECONDS` is kept only if ``however_short``. ``identity`` returns, as JSON values,
-    everything that the array depends on; None if that is not known, and nothing is kept.
+    A damaged file is written again, with a warning. If the array cannot be kept, as on a full disk, a warning names it by
+    ``what``. An array that takes less than :data:`LEAST_SECONDS` is kept only if ``however_short``. ``identity`` returns, as
+    JSON values, everything that the array depends on, or None if that is not known; then nothing is kept.
     """
     key = _key(identity) if folder is not None else None
     if folder is None or key is None:
@@ -53,13 +53,13 @@ def cached(
         except UserError:
             print_once(f"warning: data.cache={folder}: the folder is not writable, the {what} are not kept; {free_space(path)}")
             return make()
-        found, fault = _read(path)  # another process may have made it meanwhile
+        found, fault = _read(path)  # another process may have written it meanwhile
         if fault:
             print_once(f"warning: {path} is damaged ({fault}); the {what} will be created again")
         if found is None:
             start = time.monotonic()
             found = make()
-            # A text that has changed while it was read is not kept either.
+            # Nor is a text kept that changed while it was read.
             if (however_short or time.monotonic() - start >= LEAST_SECONDS) and _key(identity) == key:
                 _write(path, found, what, quiet)
     return found
@@ -71,7 +71,7 @@ def _key(identity: Callable[[], Any | None]) -> str | None:
 
 
 def _read(path: Path) -> tuple[np.ndarray | None, str]:
-    """Returns the array in a file, or None and, if there is a file, the damage."""
+    """Returns the array in a file; or None and, if there is a file, what is damaged."""
     try:
         tensors, _ = read_hashed(path, path.name)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _write(path: Path, array: np.ndarray, what: str, quiet: bool) -> None:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Removes the least recently used files of ``folder``, also those that kills left, until ``size`` more bytes fit."""
+    """Removes the least recently used files of ``folder``, and leftovers of killed runs, until ``size`` more bytes fit."""
     files = []
     for file in (*folder.glob("*.safetensors"), *folder.glob(".*.safetensors.new")):
         with suppress(FileNotFoundError):  # removed by another process

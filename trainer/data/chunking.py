@@ -25,9 +25,9 @@ from msattn.trainer.errors import UserError, first_line, print_once
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
-MOST_EPOCHS = 3  # passes over a text beyond which training warns
+MOST_EPOCHS = 3  # training warns of more passes over a text
 _BATCH_SIZE = 64  # documents that are encoded at once
-# After so many no more documents join. The tokenizer encodes those of a batch side by side, in some 600 MiB.
+# A batch is complete from this size on. The tokenizer encodes its documents in parallel, in about 600 MiB.
 _BATCH_CHARACTERS = 2**23
 
 
@@ -69,7 +69,7 @@ def chunks(
 
     ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
     used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed. Raises
-    UserError as :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a missing BOS token.
+    UserError like :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a missing BOS token.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
@@ -97,26 +97,26 @@ def chunks(
 def training_chunks(
     cfg: DataConfig, tokenizer: Any, *, seed: int, num_heldout: int, num_chunks: int | None = None
 ) -> tuple[Chunks, Chunks]:
-    """Returns training chunks and ``num_heldout`` held-out ones of other text."""
+    """Returns training chunks, and ``num_heldout`` held-out chunks of other text."""
     check_heldout(cfg)
     train = chunks(cfg, tokenizer, seed=seed, num_chunks=num_chunks)
     return train, chunks(cfg, tokenizer, seed=seed, heldout=True, num_chunks=num_heldout)
 
 
 def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
-    """Prints a line if ``items`` chunks are over :data:`MOST_EPOCHS` passes."""
+    """Prints a line if ``items`` chunks are more than :data:`MOST_EPOCHS` passes."""
     warn_of_epochs(f"the {len(train)} chunks of the {_source_name(cfg, False)}", items / len(train), "train.steps")
 
 
 def warn_of_epochs(text: str, epochs: float, steps: str) -> None:
-    """Prints a line if there are over :data:`MOST_EPOCHS`; ``steps`` is a key."""
+    """Prints a line if there are more than :data:`MOST_EPOCHS`; ``steps`` is a key."""
     if epochs > MOST_EPOCHS:
         advice = f"beyond {MOST_EPOCHS} times, more text or fewer {steps} are better"
         print_once(f"warning: training reads {text} {epochs:.1f} times; {advice}")
 
 
 def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | None) -> Any | None:
-    """Returns everything that the tokens depend on; None for a tokenizer in Python, whose rules are not known."""
+    """Returns everything that the tokens depend on, or None for a tokenizer in Python, whose rules are not known."""
     backend, source = getattr(tokenizer, "backend_tokenizer", None), source_identity(cfg, heldout=heldout)
     if backend is None or source is None:
         return None
@@ -141,7 +141,7 @@ def _source_name(cfg: DataConfig, heldout: bool) -> str:
 
 
 def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields documents that are encoded at once: few if they are long, as encoding takes much memory."""
+    """Yields batches of documents to encode at once: few documents if they are long, because encoding takes much memory."""
     batch: list[Document] = []
     size = 0
     for document in source:
@@ -182,5 +182,5 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        # The panics of libraries written in Rust are no Exceptions.
+        # Panics in Rust libraries do not derive from Exception.
         raise UserError(f"the model's tokenizer cannot encode the text ({first_line(error)})") from error

@@ -1,4 +1,4 @@
-"""Rows of a Hugging Face dataset, streamed. Code that a dataset brings is never run."""
+"""Streams the rows of a Hugging Face dataset. Code in a dataset is never run."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ PARQUET = (
 
 
 def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a split of the dataset ``cfg.path``, in its order; refuses datasets that are a script."""
+    """Yields the rows of a split of the dataset ``cfg.path``, in order; refuses datasets that need a script."""
     builder = _builder(cfg)
     with _refused(cfg):
         rows = iter(builder.as_streaming_dataset(split=split))
@@ -31,7 +31,7 @@ def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 def hub_identity(cfg: DataConfig) -> Any:
-    """Returns the files of the dataset ``cfg.path`` with their commit, or None if they are not known before they are read."""
+    """Returns the files of the dataset ``cfg.path`` and their commit, or None if they are unknown before reading."""
     builder = _builder(cfg)
     files = builder.config.data_files
     if not files:
@@ -54,9 +54,9 @@ def _refused(cfg: DataConfig, where: str = "") -> AbstractContextManager[None]:
 
 @contextmanager
 def load_failures(where: str, parquet: str) -> Iterator[None]:
-    """Raises what ``datasets`` and the code that calls it raise as a UserError; their errors have no common class.
+    """Turns what ``datasets`` and the code that calls it raise into a UserError; their errors have no common class.
 
-    ``parquet`` tells how to read a dataset that is a script without it.
+    ``parquet`` tells how to read the dataset without its script.
     """
     try:
         yield

@@ -13,9 +13,9 @@ from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text, a ``share`` of which are tasks of :mod:`msattn.trainer.data.tasks` instead.
+    """Chunks of text; a ``share`` of the items are tasks of :mod:`msattn.trainer.data.tasks` instead.
 
-    Item ``i`` depends on (seed, i) alone. Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
+    Item ``i`` depends only on (seed, i). Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
     ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
     """
 

@@ -1,4 +1,4 @@
-"""Text that training and held-out documents share, found by hashes of windows of characters."""
+"""Finds text that training and held-out documents share, by hashes of windows of characters."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,12 +10,12 @@ from msattn.trainer.data.sources import Document, plain_documents, source_identi
 from msattn.trainer.errors import UserError, print_once
 
 WINDOW = 200  # characters, after normalization
-SAMPLED = 16  # one in so many windows is compared, chosen by its hash, so that both texts choose the same ones
-REFUSED_SHARE = 0.01  # of the held-out windows; less may be licences and headings that many documents have
-STREAMED = 2**26  # characters of a streamed dataset that are compared: seconds, and most of what a training run reads of one
+SAMPLED = 16  # one in this many windows is compared; its hash decides, so both texts sample the same windows
+REFUSED_SHARE = 0.01  # share of the held-out windows; less may be licences and headings that many documents have
+STREAMED = 2**26  # characters compared of a streamed dataset: takes seconds, and is most of what a training run reads
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 _INVERSE = pow(_BASE, -1, 2**64)
-_PIECE = 2**22  # characters that are hashed at once
+_PIECE = 2**22  # characters hashed at once
 
 
 def check_heldout(cfg: DataConfig) -> None:
@@ -31,7 +31,7 @@ def check_heldout(cfg: DataConfig) -> None:
 def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
     """Raises UserError if much of the held-out text of ``heldout`` is training text of ``train``; warns if some of it is.
 
-    Letter case and white space do not count. Of a streamed dataset, the first :data:`STREAMED` characters are compared. The
+    Letter case and white space are ignored. Of a streamed dataset, the first :data:`STREAMED` characters are compared. The
     outcome is kept in ``train.cache``. ``named`` is the setting that names the held-out text, for messages.
     """
 
@@ -47,7 +47,7 @@ def check_apart(train: DataConfig, heldout: DataConfig, named: str) -> None:
 
 
 def refuse_shared(shared: int, total: int, named: str, training: str) -> None:
-    """Raises UserError if over :data:`REFUSED_SHARE` of the windows of held-out text are shared; warns of fewer."""
+    """Raises UserError if more than :data:`REFUSED_SHARE` of the held-out windows are shared; warns of fewer."""
     message = f"{named}: {shared:,} of its {total:,} compared passages of {WINDOW} characters are also in {training}"
     if shared > REFUSED_SHARE * total:
         raise UserError(f"{message}; expected text that training does not see")
@@ -66,7 +66,7 @@ def _compared(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
 
 def shared_windows(train: Iterable[Document], heldout: Iterable[Document]) -> tuple[int, int]:
-    """Returns how many of the sampled windows of ``heldout``, and of how many, occur in ``train``; equal windows count once."""
+    """Returns how many sampled windows of ``heldout`` occur in ``train``, and how many there are; equal windows count once."""
     pieces = [windows(document.text) for document in heldout]
     wanted = np.unique(np.concatenate(pieces)) if pieces else np.empty(0, np.uint64)
     found = np.zeros(len(wanted), bool)
@@ -98,14 +98,14 @@ def _rolling(codes: np.ndarray, size: int) -> np.ndarray:
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Returns the hashes with well mixed low bits, by which windows are sampled."""
+    """Returns the hashes with well-mixed low bits; these decide which windows are sampled."""
     with np.errstate(over="ignore"):
         hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
         return hashes ^ (hashes >> np.uint64(32))
 
 
 def _batches(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields the arrays joined to larger ones, which are compared faster."""
+    """Joins the arrays into larger ones, which are compared faster."""
     batch: list[np.ndarray] = []
     for piece in pieces:
         batch.append(piece)

@@ -1,4 +1,4 @@
-"""Prompts of the user's own with the answers that are expected, from a jsonl file."""
+"""The user's own prompts and their expected answers, from a jsonl file."""
 
 import re
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class Prompt:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def is_answered_by(self, text: str) -> bool:
-        """Returns True if the expected answer is in ``text``, as whole words, whatever the case and the white space."""
+        """Returns True if ``text`` contains the expected answer as whole words; case and white space are ignored."""
         return re.search(rf"(?<!\w){re.escape(_normal(self.answer))}(?!\w)", _normal(text)) is not None
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Reads a jsonl file; a refusal names the line."""
+    """Reads a jsonl file; an error names the line."""
     key = f"eval.prompts.path={shown(path)}"
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")
-    lines = read_text(path, key).split("\n")  # strings may hold other line ends
+    lines = read_text(path, key).split("\n")  # strings may contain other line ends
     prompts = [_parse(line, f"{key}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise UserError(f"{key}: the file is empty; {FORMAT}")

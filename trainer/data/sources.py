@@ -46,10 +46,10 @@ class Document:
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the training or held-out documents of ``cfg``, in a fixed order.
 
-    Held-out documents are those of ``cfg.heldout_path`` or ``cfg.heldout_split``, if it is set. Otherwise a hash of the names
-    holds out a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
+    Held-out documents come from ``cfg.heldout_path`` or ``cfg.heldout_split`` if one is set. Otherwise a hash of the names
+    selects a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
     text is held out instead. ``cfg.needles`` injects needles into both splits (:mod:`msattn.trainer.data.tasks.injection`).
-    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, and a failing dataset.
+    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, or a failing dataset.
     """
     for document in plain_documents(cfg, heldout=heldout):
         yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
@@ -68,9 +68,9 @@ def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 
 
 def source_identity(cfg: DataConfig, *, heldout: bool) -> Any | None:
-    """Returns JSON values that change when the documents do; None if not known.
+    """Returns JSON values that change when the documents do, or None if they are unknown.
 
-    Files count as changed when their path, their size or a time of change differs, a Hub dataset when its commit does.
+    A file counts as changed if its path, size, mtime or ctime differs; a Hub dataset, if its commit differs.
     """
     ignored = ("seq_len", "num_chunks", "bos", "cache")
     settings = {item.name: getattr(cfg, item.name) for item in fields(cfg) if item.name not in ignored}
@@ -116,19 +116,19 @@ def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
 
 
 def is_held_out(name: str) -> bool:
-    """Returns True if the hash of ``name`` holds the document out."""
+    """Returns True if the hash of ``name`` selects the document as held out."""
     return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_FRACTION == 0
 
 
 def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
-    """Yields the modules of Python's standard library with names that match ``pattern``, without tests and packages."""
+    """Yields the modules of Python's standard library whose names match ``pattern``, except tests and packages."""
     for name, path in _stdlib_files(pattern).items():
         # Errors are replaced: a module may declare another encoding than UTF-8.
         yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
 
 
 def _stdlib_files(pattern: str | None) -> dict[str, Path]:
-    """Returns the files of :func:`_stdlib_documents` by the names of the modules."""
+    """Returns the files of :func:`_stdlib_documents`, keyed by module name."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
     root, paths, found = Path(sysconfig.get_path("stdlib")), list[Path](), {}
     for folder, inner, files in os.walk(root):
@@ -159,7 +159,7 @@ def local_documents(key: str, path: str, column: str = "text") -> Iterator[Docum
 
 
 def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Iterator[Document]:
-    """Yields the documents of a file that has at most ``most`` bytes after decompression."""
+    """Yields the documents of a file of at most ``most`` bytes after decompression."""
     kind = file_type(file)
     if kind is None:
         raise UserError(f"{where}: expected {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
@@ -183,7 +183,7 @@ def decompressed(file: Path, where: str, most: int) -> bytearray:
 
 
 def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
-    """As :func:`decompressed`, of a format that pyarrow does not read."""
+    """Like :func:`decompressed`, for a format that pyarrow does not read."""
     try:
         return read_stream(lzma.LZMAFile(raw), where, most)
     except (lzma.LZMAError, EOFError) as error:
@@ -196,7 +196,7 @@ def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
 
 def json_lines(content: bytearray, where: str) -> Iterator[tuple[str, Any]]:
     """Yields ``(where and line number, value)`` of each line of jsonl."""
-    # Not splitlines(), which also splits at characters that JSON strings may contain unescaped, such as U+2028.
+    # splitlines() would also split at characters that JSON strings may contain unescaped, such as U+2028.
     for number, line in enumerate(decode(content, where).split("\n"), start=1):
         if line.strip():
             place = f"{where}, line {number}"
@@ -217,7 +217,7 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
         kind = stored.value_type if types.is_dictionary(stored) else stored
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise UserError(f"data.column={column}: {where} has {kind} in this column, expected text")
-        # A dictionary keeps one copy of equal texts, of which a small file may hold very many.
+        # A small file may hold very many equal texts; a dictionary keeps one copy.
         shared = [column] if types.is_string(stored) else []
         table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), read_dictionary=shared)
         rows = (text for batch in table.iter_batches(columns=[column]) for text in batch.column(0))
@@ -241,7 +241,7 @@ def _text_of(row: Any, column: str, where: str) -> str:
 
 
 def _hub_documents(cfg: DataConfig, split: str) -> Iterator[Document]:
-    """Yields the documents of a split of a streamed Hub dataset, in its order and named by their row number."""
+    """Yields the documents of a split of a streamed Hub dataset, in order, named by row number."""
     name = str(cfg.path) if split == cfg.split else f"{cfg.path}:{split}"
     for number, row in enumerate(hub_rows(cfg, split)):
         yield Document(f"{name}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}"))

@@ -1,6 +1,6 @@
-"""``msattn finetune``: trains a whole model on long text and writes it as a Hugging Face folder, and its gates as an artifact.
+"""``msattn finetune``: trains a whole model on long text. Writes it as a Hugging Face folder, and its gates as an artifact.
 
-Training takes 16 bytes per parameter. With ``train.fsdp`` the ranks shard them, and gather the weights of a layer when it runs.
+Training takes 16 bytes per parameter. With ``train.fsdp`` the ranks shard them and gather the weights of a layer when it runs.
 """
 
 import copy
@@ -36,7 +36,9 @@ from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
-FACTS = "training.json"  # origin of the model; a folder without this file was not written by msattn and is never replaced
+FACTS = (
+    "training.json"  # where the model comes from; a folder without this file was not written by msattn and is never replaced
+)
 HELDOUT_CHUNKS = 4
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, and two moments of AdamW
 DDP_BYTES_PER_PARAMETER = 4  # DDP's communication buckets hold a copy of the gradients
@@ -52,8 +54,8 @@ def finetune(cfg: FinetuneConfig) -> Path:
     """Trains a whole model and writes it, and its gates, as ``outputs/<model.name>/<name>/model`` and ``gate``.
 
     Returns the model's folder: weights, config with the RoPE scaling, tokenizer, ``training.json``. Checkpoints and metrics are
-    in ``runs/finetune``. What cannot be trained is refused before the first step; after a loss that is not finite
-    (TrainingDiverged) the last complete checkpoint is kept.
+    in ``runs/finetune``. A model that cannot be trained is refused before the first step. If a loss is not
+    finite (TrainingDiverged), the last complete checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
     _check_folders(cfg, folder)
@@ -93,7 +95,7 @@ def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
     """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device."""
     device = models.resolve_device(cfg.device)
     _check_fsdp(cfg, device)
-    # Random weights are drawn in the dtype of msattn train-gate, so that they are the same; checkpoints are read in fp32.
+    # Random weights are drawn in the same dtype as by msattn train-gate, so they are equal; checkpoints are read in fp32.
     dtype = cfg.dtype if cfg.model.init == "random" else "float32"
     loaded = models.load(cfg.model, device=cfg.device, dtype=dtype, seed=cfg.seed)
     loaded.model.float()
@@ -107,7 +109,7 @@ def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
 
 
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
-    """Returns the settings, besides ``train``, that must be the same when training resumes."""
+    """Returns the settings other than ``train`` that must be the same when training resumes."""
     gate_hash = gate.artifact.manifest["content_hash"] if gate is not None and gate.artifact else None
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype, "select": cfg.select.as_dict()}
@@ -123,7 +125,7 @@ def _fit(
     tracker: Tracker,
     settings: dict[str, Any],
 ) -> TrainingResult:
-    """Trains ``tuner``; the metrics of the result are those of the last evaluation."""
+    """Trains ``tuner``; the result has the metrics of the last evaluation."""
     layers: Any = models.decoder(tuner.model).layers
     try:
         return fit(
@@ -148,7 +150,7 @@ def _fit(
 
 @torch.no_grad()
 def heldout_loss(tuner: FineTuner, chunks: data.Chunks) -> dict[str, float]:
-    """Returns the mean next-token loss (nats) of held-out text, with the attention of training.
+    """Returns the mean next-token loss (nats) on held-out text, with the same attention as in training.
 
     Every rank must call it: sharded weights are gathered from all of them.
     """
@@ -157,7 +159,7 @@ def heldout_loss(tuner: FineTuner, chunks: data.Chunks) -> dict[str, float]:
 
 
 def _check_folders(cfg: FinetuneConfig, folder: Path) -> None:
-    """Raises UserError if the result would replace the model or gates that training starts from, or foreign files."""
+    """Raises UserError if the result would replace the model or gates to train, or files not written by msattn."""
     artifacts.check_writable(folder, cfg.overwrite, marker=FACTS)
     replaced = {"model.path": (cfg.model.path, folder)} if cfg.model.init == "pretrained" else {}
     if cfg.sparse:
@@ -242,7 +244,7 @@ def _write_model(
 
 def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: data.Chunks, heldout: data.Chunks) -> None:
     """Calibrates the gates on the trained model in ``folder``, measures their recall and writes them to a sibling folder."""
-    release_memory()  # of the optimizer state
+    release_memory()  # frees the optimizer state
     source = replace(cfg.model, path=str(folder), init="pretrained", revision=None, rope_scaling=None)
     loaded = models.load(source, device=cfg.device, dtype=cfg.dtype)
     trained = Gate.build(loaded.model.config, gate.cfg)

@@ -1,9 +1,9 @@
 """Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse or dense attention.
 
-The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by the gates' scores, or
-through ``multiscale_attention``, which reads the best blocks whole and means of the next ones. The gates are trained on the
-block map at the same time, with detached inputs. Weights are float32, because bfloat16 has 8 significant bits and would round
-away an update of 1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
+The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by gate score, or through
+``multiscale_attention``, which reads the best blocks whole and the next ones as means. At the same time the gates are trained
+on the block map, with detached inputs. Weights are float32: bfloat16 has 8 significant bits and would round away an update of
+1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,21 @@ from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import output_logits, text_config
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 
-LOGIT_BYTES = 2**30  # fp32 logits in memory at once: all of 32k tokens with a vocabulary of 128k would take 17 GB
+LOGIT_BYTES = 2**30  # fp32 logits in memory at once: those of 32k tokens would take 17 GB with a vocabulary of 128k
 
 
 class GateTargets(NamedTuple):
-    """Result of a layer's gate for a batch: the blocks to read, and the gate's loss against the block map, detached."""
+    """Result of a layer's gate for a batch: the blocks to read and the gate's loss against the block map, detached."""
 
     selected: Tensor  # [B, Hg, Tr, Tc], a bool mask, or uint8 zooms
     loss: Tensor
-    gradients: tuple[Tensor, ...]  # of the loss, one for each of the gate's parameters
+    gradients: tuple[Tensor, ...]  # gradients of the loss, one for each of the gate's parameters
 
 
 class FineTuner(nn.Module):
     """Trains a language model with fp32 weights, with gates or, if ``gate`` is None, with dense attention.
 
-    ``gate_weight`` is the weight of the gates' loss in the sum with the language model's, ``dtype`` that of matrix products.
+    ``gate_weight`` weights the gates' loss in the sum with the language model's; ``dtype`` is that of matrix products.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class FineTuner(nn.Module):
         with torch.autocast(x.q.device.type, enabled=False):  # the operations have their own precision
             if not torch.is_grad_enabled():  # evaluation
                 return selected_attention(x, self.selection.blocks(x), self.selection.block_size).out
-            if x.layer not in self._targets:  # activation checkpointing runs the layer again, with the same blocks
+            if x.layer not in self._targets:  # activation checkpointing runs the layer again; it must read the same blocks
                 self._targets[x.layer] = _gate_targets(x, self.gate, self.selection)
             return selected_attention(x, self._targets[x.layer].selected, self.selection.block_size).out
 
@@ -108,7 +108,7 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     with torch.no_grad():
         pooled = gate.true_map(x).pooled
     visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-    # The identity hooks hide these tensors from a checkpoint around the layer, whose recomputation does not create them.
+    # The identity hooks hide these tensors from a checkpoint around the layer, because its recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         loss = gate_loss(gate.logits(x), pooled, visible, gate.cfg)
         gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
@@ -120,13 +120,14 @@ def language_loss(
 ) -> Tensor:
     """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
-    The result does not depend on how a batch is split into micro-batches and among ranks. ``hidden [B, N, hidden]`` has logits,
-    by ``head``, for a slice of the tokens at a time, also in the backward pass. Targets and weights are ``[B, N]``.
+    The result does not depend on how a batch is split into micro-batches and across ranks. ``head`` computes the logits of
+    ``hidden [B, N, hidden]`` for a slice of the tokens at a time, also in the backward pass. Targets and weights are
+    ``[B, N]``.
     """
     rows = max(1, LOGIT_BYTES // (4 * vocabulary))
 
     def slice_loss(hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        # Not as a dot product, which autocast would round to bfloat16.
+        # Not a dot product: autocast would round it to bfloat16.
         return (F.cross_entropy(head(hidden).float(), targets, reduction="none") * weights).sum()
 
     shares = weights / weights.sum(1, keepdim=True).clamp(min=1) / len(weights)
@@ -138,6 +139,6 @@ def language_loss(
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Enables activation checkpointing: only the input of each layer is kept, and the backward pass runs the layer again."""
-    # The second name is for transformers before 5.23.
+    # The second name is that of transformers before 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})

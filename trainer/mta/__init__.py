@@ -1,5 +1,5 @@
-"""Multi-token attention for Llama models, and a retrieval task that it is compared on.
+"""Multi-token attention for Llama models, and a retrieval task to compare it on.
 
-Import :func:`~msattn.trainer.mta.attention.convert`, and :func:`~msattn.trainer.mta.train_mta.load` for the results of
-``msattn train-mta``.
+Import :func:`~msattn.trainer.mta.attention.convert`; for results of ``msattn train-mta``,
+:func:`~msattn.trainer.mta.train_mta.load`.
 """

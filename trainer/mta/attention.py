@@ -1,13 +1,13 @@
 """Multi-Token Attention (Golovneva et al., 2025, arXiv 2504.00927) for Llama models.
 
 In plain attention a weight depends on one query and one key. Here the scores of neighbouring queries and keys, or of several
-heads, are mixed, so that a head can attend to places where several features occur together. All mixing is initialized to the
-identity, so a pretrained model is unchanged before training::
+heads, are mixed, so a head can attend to places where several features occur together. All mixing starts as the identity, so a
+pretrained model is unchanged before training::
 
     model = convert(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B"), layers=(2, 6, 10, 14))
 
 The new weights are fp32 parameters of the attention modules. A saved state loads into a model converted with the same options.
-Every layer checks its attention mask: accepted are causal masks with left padding.
+Every layer checks its attention mask and supports only causal masks, with or without left padding.
 """
 
 import math
@@ -46,15 +46,15 @@ class MultiTokenAttention(nn.Module):
         Scores that count as 0 in the convolution; see :func:`~msattn.kernels.conv_attention.conv_attention`.
     head_mixing : {"scores", "group"}, optional
         ``scores``: each head's scores become a weighted sum over all heads' scores, before the softmax. ``group``: the
-        query heads of a key/value head mix their probabilities, after the softmax. As they share the values, this is done by
-        mixing their outputs.
+        query heads of a key/value head mix their probabilities, after the softmax. As they share the values, mixing
+        their outputs does this.
     group_norm : bool
         RMS norm of each head's output with weights per head, times ``1 - (0.8 - 0.6 exp(-0.3 layer))``, which is smaller in
         deeper layers. It changes the output of a pretrained model.
 
     Raises
     ------
-    UserError : attention other than Llama's, dropout, options out of range; in the forward pass: padding other than on the
+    UserError : attention other than Llama's, dropout, options out of range; in the forward pass: padding not on the
         left, packed sequences, caches that do not grow, a tapped model.
     """
 
@@ -158,7 +158,7 @@ def convert(
 ) -> Any:
     """Replaces the attention of ``layers`` (default: all) by :class:`MultiTokenAttention`, in place; returns the model.
 
-    Raises UserError for an index out of range, or as :class:`MultiTokenAttention`; the model is then unchanged.
+    Raises UserError for an index out of range, or like :class:`MultiTokenAttention`; the model is then unchanged.
     """
     decoder: Any = model.base_model.layers
     indices = range(len(decoder)) if layers is None else sorted(set(layers))
@@ -174,8 +174,8 @@ def convert(
 def kv_start_of(attention_mask: Tensor | None, num_queries: int, num_keys: int) -> Tensor | None:
     """Converts the mask that transformers passes to a layer to ``kv_start``: int32 [B], or None without padding.
 
-    The mask is ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None is a plain causal mask. Raises UserError for another
-    mask than the causal one of left-padded sequences.
+    The mask is ``[B, M]``, or ``[B, 1, N, M]`` (boolean or additive); None is a plain causal mask. Raises UserError for any
+    mask but the causal one of left-padded sequences.
     """
     if attention_mask is None:
         return None

@@ -1,11 +1,11 @@
-"""Block retrieval: the task that motivates Multi-Token Attention (arXiv 2504.00927), and a small Llama that learns it.
+"""Block retrieval, the task that motivates Multi-Token Attention (arXiv 2504.00927), and a small Llama that learns it.
 
 A problem is a sequence of blocks of distinct letters, followed by a question: some letters that occur together in only one
 block. The answer is that whole block::
 
     h j n v t . q f j g t . w h f t b . ... # t q -> q f j g t
 
-A head of plain attention finds blocks with one of the letters, and the matches have to be combined over several layers.
+A head of plain attention finds blocks with one of the letters; the matches have to be combined over several layers.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ VOCAB_SIZE = ALPHABET + 2
 def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) -> Tokens:
     """Draws a problem: ``[blocks * (letters + 1) + 1 + asked + letters]`` tokens of blocks, question and answer.
 
-    Raises ValueError: a question longer than a block, or blocks of the whole alphabet, which cannot be distinguished.
+    Raises ValueError for a question longer than a block, or blocks of the whole alphabet, which cannot be distinguished.
     """
     if not 1 <= asked <= letters < ALPHABET or blocks < 1:
         raise ValueError(f"blocks={blocks}, letters={letters}, asked={asked}: expected 1 <= asked <= letters < {ALPHABET}")
@@ -51,7 +51,7 @@ def _random_blocks(rng: np.random.Generator, count: int, letters: int) -> Tokens
 
 
 class Problems(Dataset[dict[str, Tensor]]):
-    """Dataset of ``count`` problems, ``input_ids`` int64 [T]; item i depends on (seed, i) alone."""
+    """Dataset of ``count`` problems, ``input_ids`` int64 [T]; item i depends only on (seed, i)."""
 
     def __init__(self, cfg: MtaConfig, count: int, *, seed: tuple[int, int]) -> None:
         self.sizes = {"blocks": cfg.blocks, "letters": cfg.letters, "asked": cfg.asked}
@@ -81,9 +81,9 @@ class Solver(nn.Module):
             return self.model.lm_head(hidden[:, -self.letters :]).float()
 
     def forward(self, input_ids: Tensor) -> dict[str, Any]:
-        """Returns the mean loss (nats) of the answers in ``input_ids`` [B, T], and that of their first letters as a part.
+        """Returns the mean loss (nats) of the answers in ``input_ids`` [B, T], and the loss of their first letters as a part.
 
-        Only the first letter has to be found by the question; the others follow it in the block.
+        Only the first letter must be found with the question; the others follow it in the block.
         """
         answers = input_ids[:, -self.letters :]
         losses = F.cross_entropy(self.logits(input_ids).transpose(1, 2), answers, reduction="none")
@@ -108,7 +108,10 @@ def build(cfg: MtaConfig, seed: int) -> Solver:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if cfg.attention == "multi_token":
-        options: Any = {"kernel": (cfg.asked, 2 * cfg.letters - 1), "mask": cfg.mask}  # the question, a block from any letter
+        options: Any = {
+            "kernel": (cfg.asked, 2 * cfg.letters - 1),
+            "mask": cfg.mask,
+        }  # the question; or a block, starting from any letter
         convert(model, **options)
     return Solver(model, cfg.letters)
 

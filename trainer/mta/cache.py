@@ -9,14 +9,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 
-ROLLBACK = 32  # tokens that crop() can remove; assisted decoding proposes about 20 at once by default
+ROLLBACK = 32  # tokens that crop() can remove; assisted decoding proposes about 20 at a time by default
 
 
 class QueryWindowLayer(DynamicLayer):
     """Cache layer with the keys and values of all tokens and the queries of the latest ones.
 
-    The attention of a token needs the queries of ``reach`` tokens before it. ``query_window``, ``[B, Hq, n, D]`` or None, are
-    the latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
+    The attention of a token needs the queries of the ``reach`` tokens before it. ``query_window``, ``[B, Hq, n, D]`` or None,
+    has the latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
     """
 
     def __init__(self, reach: int) -> None:
@@ -76,7 +76,7 @@ class QueryWindowLayer(DynamicLayer):
 def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer:
     """Returns the :class:`QueryWindowLayer` of ``layer``, which replaces an empty ``DynamicLayer``.
 
-    Raises UserError: the layer holds tokens whose queries are unknown, or is of another type.
+    Raises UserError if the layer holds tokens whose queries are unknown, or has another type.
     """
     held: Any = cache.layers[layer] if layer < len(cache.layers) else DynamicLayer()
     if isinstance(held, QueryWindowLayer):

@@ -1,4 +1,4 @@
-"""``msattn train-mta``: trains a small model on block retrieval, with multi-token or with plain attention."""
+"""``msattn train-mta``: trains a small model on block retrieval, with multi-token or plain attention."""
 
 import json
 from dataclasses import asdict
@@ -32,7 +32,7 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
     Runs with the same seed have the same initial weights, problems and order of problems, whatever their attention. Returns
     ``outputs/mta/<name>/solver``: weights, and ``result.json`` with configuration and metrics. Checkpoints and metrics over
     time are in the sibling folder ``runs/solver``. Raises UserError before training if a result exists or the device is
-    missing, and TrainingDiverged, with the last complete checkpoint kept, if a loss is not finite.
+    missing. Raises TrainingDiverged if a loss is not finite; the last complete checkpoint is kept.
     """
     folder = artifacts.artifact_folder(cfg.outputs, "mta", cfg.name, "solver")
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
@@ -50,7 +50,7 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
 
 
 def load(folder: Path | str) -> Solver:
-    """Returns the trained solver in ``folder``, in fp32 on the CPU; UserError if there is none, or it is damaged."""
+    """Returns the trained solver in ``folder``, in fp32 on the CPU; raises UserError if it is missing or damaged."""
     from omegaconf import OmegaConf
 
     folder = Path(folder)

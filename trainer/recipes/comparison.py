@@ -1,17 +1,17 @@
-"""One comparison of block selections: gates and every method without training, at the same sparsities on the same samples.
+"""Compares block selections: gates and all methods without training, at the same sparsities on the same samples.
 
     python -m msattn.trainer.recipes.comparison OUT OVERRIDES --lengths 2048 4096 8192 --gates outputs/smollm2/*/gate
 
 OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
 ``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
-are measured for each method under each policy. Several processes share the work and the GPUs: dense attention first, with
-whose rows all others are compared, then a method under a policy at a time. What is measured is kept in
+are measured for each method under each policy. Several processes share the work and the GPUs: first dense attention, with
+which all others are compared, then one method under one policy at a time. Measurements are kept in
 ``OUT/<model>-<lengths>``, and the same command continues after an interruption.
 
-``OUT/comparison.csv`` holds the rows of all models and lengths whose comparisons have ended there: ``model``, ``select``,
-and the columns of ``msattn eval``. Rows of gates are named by the folder of their run, or with ``--seeds`` by their ``seed``.
-They also have the paired difference to the best method without training at the same sparsity and policy: ``best_untrained``,
-``over_best`` and its 95 % interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
+``OUT/comparison.csv`` holds the rows of all models and lengths that are complete: ``model``, ``select``, and the columns of
+``msattn eval``. Rows of gates are named by the folder of their run, or with ``--seeds`` by their ``seed``. They also have the
+paired difference to the best method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and
+its 95 % interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
 ``comparison-<model>-<task>`` of a document.
 """
 
@@ -50,7 +50,7 @@ POLICIES = ("calibrated", "topk")
 
 @dataclass(frozen=True)
 class Part:
-    """The work of a process at a time: a method under a policy, or a task of dense attention at one length."""
+    """One unit of work for a process: a method under a policy, or a task of dense attention at one length."""
 
     name: str
     out: Path
@@ -67,7 +67,7 @@ class Part:
 
 @cache
 def _loaded(overrides: tuple[str, ...]) -> Any:
-    """Returns the model, which a process loads once."""
+    """Returns the model; a process loads it once."""
     cfg: Any = compose("eval", overrides)
     return models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
 
@@ -81,7 +81,7 @@ def _configured(part: Part, length: int) -> Any:
 
 
 def measure(part: Part) -> list[EvalRow]:
-    """Returns the rows of a part, those that a killed run has kept included; runs in a process of its own."""
+    """Returns the rows of a part, including those kept from a killed run; runs in its own process."""
     loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
     methods = calibrate_selections(Compared(_methods(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
@@ -127,7 +127,7 @@ def parts_of(
     policies: Sequence[str] = POLICIES,
     seeds: bool = False,
 ) -> tuple[list[Part], list[Part]]:
-    """Returns the parts of dense attention, and those of the methods."""
+    """Returns the parts of dense attention and the parts of the methods."""
     cfg: Any = compose("eval", overrides)
     tasks = ("perplexity", "ruler", *["leval"] * (cfg.eval.leval.path is not None))
 
@@ -149,7 +149,7 @@ def parts_of(
 
 
 def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str, EvalRow]]:
-    """Yields rows with their policies, those of gates with the paired difference to the best row without training."""
+    """Yields rows with their policies; rows of gates have the paired difference to the best row without training."""
     for policy, row in rows:
         quality = record(row.task).quality
         peers = [
@@ -170,7 +170,7 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
 
 
 def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
-    """Writes the table of a run, and that of all runs in ``out``."""
+    """Writes the table of a run, and the table of all runs in ``out``."""
     lines = [{"model": model, "select": policy} | flat([row])[0] for policy, row in with_differences(rows)]
     write_table(out / f"{run}.csv", lines)
     tables = sorted(path for path in out.glob("*.csv") if path.stem != "comparison")
@@ -191,7 +191,7 @@ def _gpus() -> list[str | None]:
 
 
 def _start(folder: Path, gpus: Any) -> None:
-    """Gives a process the next GPU, if there are several, and sends what it prints, such as its progress, to a file."""
+    """Gives a process the next GPU, if there are several, and redirects its output, such as progress, to a file."""
     gpu = gpus.get()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses CUDA
@@ -202,14 +202,14 @@ def _start(folder: Path, gpus: Any) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     parser = argument_parser("comparison", "Compare block selections on one model.")
-    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("out", type=Path, help="folder for the results")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
-    parser.add_argument("--lengths", nargs="+", type=int, required=True, help="tokens of chunks and prompts")
+    parser.add_argument("--lengths", nargs="+", type=int, required=True, help="lengths of chunks and prompts, in tokens")
     parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
-    parser.add_argument("--seeds", action="store_true", help="the gates differ in the seed of their training alone")
+    parser.add_argument("--seeds", action="store_true", help="the gates differ only in their training seed")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
-    parser.add_argument("--processes", type=int, default=7, help="processes, on all GPUs in turn")
+    parser.add_argument("--processes", type=int, default=7, help="number of processes; they take the GPUs in turn")
     args = parser.parse_intermixed_args(arguments)
     cfg: Any = compose("eval", args.overrides)
     run = "-".join([cfg.model.name, *map(str, args.lengths)])

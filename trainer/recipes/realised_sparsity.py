@@ -1,10 +1,10 @@
-"""Share of the blocks that calibrated selections leave out, by prompt length.
+"""Measures the share of the blocks that calibrated selections leave out, by prompt length.
 
 ``python -m msattn.trainer.recipes.realised_sparsity OVERRIDES`` takes the overrides of ``msattn eval``: lengths are those of
-``eval.ruler.lengths``, sparsities and the number of texts those of ``eval.perplexity``. Counted are rows with more than 16
-visible blocks, since shorter rows read little more than the blocks that are always read, and apart from them the last row, for
-which gates have a rule of its own. Baselines are calibrated on training text at ``data.seq_len``, as in ``msattn eval``. Prints
-CSV.
+``eval.ruler.lengths``, sparsities and the number of texts those of ``eval.perplexity``. Only rows with more than 16 visible
+blocks are counted, since shorter rows read little more than the blocks that are always read. The last row is counted
+separately, because gates have their own rule for it. Baselines are calibrated on training text at ``data.seq_len``, as in
+``msattn eval``. Prints CSV.
 """
 
 from collections import defaultdict
@@ -22,13 +22,13 @@ from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_tapped
 from msattn.trainer.recipes import argument_parser
 
-LONG = 16  # visible blocks that a counted row exceeds
+LONG = 16  # counted rows have more visible blocks
 
 
 @torch.inference_mode()
 def main() -> None:
     """Prints a line for each scorer, requested sparsity and length: the mean and the extreme layers."""
-    parser = argument_parser("realised_sparsity", "Measure the share of the blocks that is left out.")
+    parser = argument_parser("realised_sparsity", "Measure the share of the blocks that are left out.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides])
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)

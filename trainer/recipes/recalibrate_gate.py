@@ -1,8 +1,8 @@
-"""Measures the thresholds of a trained gate anew, which ``select=calibrated`` reads, and writes them into its artifact.
+"""Measures a trained gate's thresholds again, for ``select=calibrated``, and writes them into its artifact.
 
 ``python -m msattn.trainer.recipes.recalibrate_gate FOLDER OVERRIDES`` takes the overrides of ``msattn train-gate`` that name
-the model and its training text. It serves gates whose artifacts were written by earlier versions, and comparisons of ways to
-share out the blocks (``--by-layer``, ``--floor``) or to weigh mean-pooled scores (``--mean-weight``) on copies of an artifact.
+the model and its training text. Use it for gates written by earlier versions, and to compare ways to distribute the blocks
+(``--by-layer``, ``--floor``) or to weight mean-pooled scores (``--mean-weight``) on copies of an artifact.
 """
 
 from dataclasses import replace
@@ -20,11 +20,13 @@ OWN = GateScores.allocation
 
 
 def main() -> None:
-    """Calibrates the gate in FOLDER on the first training chunks and replaces its artifact."""
-    parser = argument_parser("recalibrate_gate", "Measure the thresholds of a gate again.")
+    """Calibrates the gate in FOLDER on the first training chunks, and replaces its artifact."""
+    parser = argument_parser("recalibrate_gate", "Measure a gate's thresholds again.")
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
     parser.add_argument("--by-layer", action="store_true", help="a threshold for each layer instead of one for all")
-    parser.add_argument("--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads, 0 to 1")
+    parser.add_argument(
+        "--floor", type=float, default=OWN.floor, help="part of its top-k share that each row reads at least, 0 to 1"
+    )
     parser.add_argument("--mean-weight", type=float, help="new gate.mean_weight; default: unchanged")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn train-gate: the model and its training text")
     args = parser.parse_intermixed_args()

@@ -1,16 +1,16 @@
 """SAAP's analysis of queries and keys (arXiv 2502.08246, figures 1 to 3, appendix B) that ``eval=analysis`` leaves out.
 
 ``python -m msattn.trainer.recipes.saap_analysis OVERRIDES`` takes the overrides of ``msattn eval``: prompts, queries, layers
-and heads are those of ``eval.analysis``, the partition is the k-means artifact's. Prints CSV, a line for each layer, key/value
-head and measure, the mean over prompts:
+and heads are those of ``eval.analysis``; the partition is that of the k-means artifact. Prints CSV with the mean over prompts,
+one line for each layer, key/value head and measure:
 
-- ``product``: scaled products of queries with the first key, the last keys, and keys drawn at random (figure 1, middle), and
-  the share of the latter that is negative; before RoPE, as the partition is;
-- ``assigned``: largest share of the keys and of the queries in a bucket, and the total variation of the two (figure 1, right);
-- ``deviation``: that of the bucket sizes of a prompt from those of all prompts, in mean sizes, for keys and queries (figure 2);
+- ``product``: scaled products of queries with the first key, the last keys, and random keys (figure 1, middle), and the share
+  of negative products with random keys; before RoPE, like the partition;
+- ``assigned``: largest share of the keys and of the queries in a bucket, and their total variation (figure 1, right);
+- ``deviation``: how a prompt's bucket sizes deviate from those of all prompts, in mean sizes, for keys and queries (figure 2);
 - ``top_256``: attention mass of the far keys in the 256 heaviest (figure 3);
-- ``error``: squared error of the output over its square, and the share of the keys ``read``, where a query reads the window and
-  one of 4 to 64 bins of the keys, in the order of KDEformer's and Reformer's hashes (figure 5).
+- ``error``: squared error of the output relative to its square, and the share of the keys ``read``, if a query reads the window
+  and one of 4 to 64 bins of the keys in the order of KDEformer's and Reformer's hashes (figure 5).
 """
 
 from collections import defaultdict
@@ -41,12 +41,12 @@ TOP, LATEST, DRAWN = 256, 64, 4096  # keys
 def kdeformer_order(x: Tensor, directions: Tensor) -> Tensor:
     """Returns the place of the signs of ``x [..., D]`` among Gray codes, int64 ``[...]``, of ``directions [D, BITS]``."""
     signs = (x @ directions > 0).long()
-    bits = signs.cumsum(-1) % 2  # the number whose Gray code the signs are, highest bit first
+    bits = signs.cumsum(-1) % 2  # the number whose Gray code is given by the signs, highest bit first
     return (bits << torch.arange(bits.shape[-1] - 1, -1, -1, device=x.device)).sum(-1)
 
 
 def reformer_order(x: Tensor, directions: Tensor) -> Tensor:
-    """Returns the direction, or opposite one, with the largest product with ``x [..., D]``: int64 ``[...]``."""
+    """Returns which direction, or opposite direction, has the largest product with ``x [..., D]``: int64 ``[...]``."""
     products = x @ directions
     return torch.cat([products, -products], -1).argmax(-1)
 
@@ -131,7 +131,7 @@ class Measures:
 @torch.inference_mode()
 def main() -> None:
     """Prints the measures."""
-    parser = argument_parser("saap_analysis", "Measure queries, keys and buckets.")
+    parser = argument_parser("saap_analysis", "Analyse queries, keys and buckets.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides])
     loaded, settings = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed), cfg.eval.analysis

@@ -1,18 +1,18 @@
-"""Sparse attention of a model that is divided among GPUs (tensor parallelism), beside dense attention.
+"""Measures sparse and dense attention of a model that is split across GPUs (tensor parallelism).
 
     torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel model=llama3 model.path=FOLDER select.sparsity=0.9
 
-takes the overrides of ``msattn eval``: the model's folder, and of ``eval.throughput`` the lengths, the requests and their new
-tokens. Prompts are random tokens, and gate and classifier have random weights of the cost of trained ones. Started without
-``torchrun``, it measures one GPU. Each length has three rows:
+takes the overrides of ``msattn eval``: the model's folder, and from ``eval.throughput`` the lengths, the requests and their new
+tokens. Prompts are random tokens. Gate and classifier have random weights, which cost as much as trained ones. Without
+``torchrun``, one GPU is measured. Each length has three rows:
 
     dense       transformers' ``generate``; with ``--engine generate_batch`` msattn's kernels over pages
     sparse      attached, with the share of the blocks and the number of buckets that ``msattn eval`` takes
     every key   attached, with all blocks and all buckets: the answers are those of dense attention, up to rounding
 
-``generate`` answers the first request alone; its rate is that of the new tokens after the prompt, that of ``generate_batch``
-includes the prompts. ``equal`` counts the tokens of each answer before the first that differs from dense attention's, and
-``gap`` is the distance of dense attention's two largest logits there. Rows, with all new tokens, are written to
+``generate`` answers only the first request; its rate counts new tokens after the prompt, while that of ``generate_batch``
+includes the prompts. ``equal`` counts the tokens of each answer before the first one that differs from dense attention, and
+``gap`` is the difference between dense attention's two largest logits there. Rows, with all new tokens, are written to
 ``outputs/<model.name>/<name>/tensor_parallel/<engine>-<ranks>.json`` as they are measured.
 """
 
@@ -45,7 +45,7 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file
 
 ENGINES = ("generate", "generate_batch")
-WARMUP_TOKENS = 4  # new tokens that are not measured
+WARMUP_TOKENS = 4  # new tokens that are not timed
 COLUMNS = ("attention", "tokens", "requests", "first token (s)", "new tokens/s", "GiB per GPU", "equal", "gap")
 Attached = Callable[[], AbstractContextManager[Sparse | None]]
 
@@ -90,13 +90,13 @@ def _load(cfg: EvalRunConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=dtype, **placed)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={cfg.model.path}: {first_line(error)}") from error
-    head_shard(model)  # refuses numbers of ranks that do not divide the heads, with which dense attention would fail
+    head_shard(model)  # refuses numbers of ranks that do not divide the heads; dense attention would fail with them
     return model.eval().requires_grad_(False)
 
 
 def _cases(cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_graphs: bool) -> dict[str, Attached]:
-    """Returns what attaches each kind of attention, dense first."""
-    torch.manual_seed(cfg.seed)  # every rank takes its heads from the same gate
+    """Returns a function for each kind of attention that attaches it, dense first."""
+    torch.manual_seed(cfg.seed)  # every rank takes its heads of the same gate
     gate, routing = random_gate(cfg, model), random_router(cfg, model)
     served = {"gate": gate.gate, "qmodel": routing.router, "cuda_graphs": cuda_graphs}
     ((_, setting),) = routing.own_settings()
@@ -126,7 +126,7 @@ def generate(model: Any, attached: Attached, prompt: list[int], new_tokens: int)
             output_logits=True,
             return_dict_in_generate=True,
         )
-    first, last = 1 + WARMUP_TOKENS, new_tokens  # the clock's first time is that of the prompt
+    first, last = 1 + WARMUP_TOKENS, new_tokens  # the clock's first time is the prompt's
     rate = (last - first) / (clock.times[last] - clock.times[first])
     gaps = [_gap(logits) for logits in output.logits]
     answer = output.sequences[0, len(prompt) :].tolist()
@@ -139,7 +139,7 @@ def _gap(logits: Tensor) -> float:
 
 
 def _compared(found: Answers, dense: Answers) -> dict[str, Any]:
-    """Returns how many tokens of each answer are dense attention's, and its ``gap`` at the first that is not, if known."""
+    """Returns how many tokens of each answer equal dense attention's, and the ``gap`` at the first that differs, if known."""
     equal = [_leading(*pair) for pair in zip(found.tokens, dense.tokens, strict=True)]
     return {"equal": equal, "gap": dense.gaps[equal[0]] if dense.gaps and equal[0] < len(dense.gaps) else None}
 
@@ -151,8 +151,8 @@ def _leading(answer: list[int], other: list[int]) -> int:
 
 def main() -> None:
     """Measures an engine, and prints its rows as they are measured."""
-    parser = argument_parser("tensor_parallel", "Measure a model that is divided among GPUs.")
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="what answers the prompts")
+    parser = argument_parser("tensor_parallel", "Measure a model that is split across GPUs.")
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="engine that answers the prompts")
     parser.add_argument("--eager", action="store_true", help="generate_batch without CUDA graphs")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     args = parser.parse_intermixed_args()

@@ -1,11 +1,11 @@
-"""Measures sparse attention inside vLLM beside vLLM's own attention, on the same requests.
+"""Compares sparse attention inside vLLM with vLLM's own attention, on the same requests.
 
     python -m msattn.trainer.recipes.vllm_speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
 
-The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as many follow that begin with
-the same tokens, the first of them alone. Each engine runs in a process of its own, so that it finds the GPU's memory free, with
-vLLM's defaults but for the limits of lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random, and
-MODEL needs no more than a config.json.
+The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as many requests follow that
+begin with the same tokens, the first of them alone. Each engine runs in its own process, so that the GPU's memory is free, with
+vLLM's defaults except for the limits of lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random,
+and MODEL needs only a config.json.
 """
 
 import argparse
@@ -47,7 +47,7 @@ FIGURES = {  # key: title
     "shared_sparsity": "share of the blocks left out by their others",
 }
 LESS_MEMORY = "a smaller --length, fewer --requests or a lower gpu_memory_utilization in --engine need less"
-WARM_UP = 4  # new tokens of the requests that compile kernels
+WARM_UP = 4  # new tokens of the warm-up requests, which compile kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,11 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="folder or Hub id of a model")
     parser.add_argument("--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM')
     parser.add_argument("--engine", default="{}", help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}')
-    parser.add_argument("--length", type=int, default=32768, help="tokens of a prompt")
+    parser.add_argument("--length", type=int, default=32768, help="tokens per prompt")
     parser.add_argument("--requests", type=int, default=8, help="requests that arrive at once")
-    parser.add_argument("--new", type=int, default=128, help="new tokens of a request")
-    parser.add_argument("--shared", type=int, default=0, help="also measure requests that begin with so many equal tokens")
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per request")
+    parser.add_argument("--shared", type=int, default=0, help="also measure requests that share this many first tokens")
+    parser.add_argument("--json", help="file to write the figures to")
     return parser
 
 
@@ -95,7 +95,7 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
 
 
 def _in_process(*arguments: Any) -> dict[str, float | None]:
-    """Returns :func:`measure` of the arguments, computed by a process of its own."""
+    """Returns :func:`measure` of the arguments, computed in a separate process."""
     name = "vLLM" if arguments[2] is None else "msattn"
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -109,7 +109,7 @@ def _in_process(*arguments: Any) -> dict[str, float | None]:
 
 
 def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
-    """Returns :func:`measure`, or its error as one of ours: vLLM's exceptions cannot all be sent to another process."""
+    """Returns :func:`measure`; turns its error into one of ours, because not all of vLLM's can be sent to another process."""
     from torch import OutOfMemoryError
 
     try:
@@ -127,7 +127,7 @@ def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
 def measure(
     model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int, shared: int
 ) -> dict[str, float | None]:
-    """Returns the :data:`FIGURES` of an engine: vLLM's own, or with ``options`` of msattn. It takes the process's GPUs."""
+    """Returns the :data:`FIGURES` of vLLM's own attention, or of msattn with ``options``. Uses the process's GPUs."""
     llm = start(model, engine, options, length + new, requests)
     figures = answered(llm, length, requests, new)
     figures |= with_prefix(llm, length, requests, new, shared) if shared else {}
@@ -136,8 +136,8 @@ def measure(
 
 
 def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int) -> Any:
-    """Returns vLLM's LLM for so many requests of ``length`` tokens, answers included; ``engine`` are further parameters."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are those of this process
+    """Returns vLLM's LLM for this many requests of ``length`` tokens, answers included; ``engine`` has further parameters."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are raised in this process
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
@@ -179,10 +179,10 @@ def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float 
 
 
 def with_prefix(llm: Any, length: int, requests: int, new: int, shared: int) -> dict[str, float | None]:
-    """Returns the figures of requests that begin with ``shared`` equal tokens: one alone, then the others at once."""
+    """Returns the figures of requests that share their first ``shared`` tokens: one alone, then the others at once."""
     prompts = _prompts(requests, length, llm)
     prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
-    for tokens in (WARM_UP, new):  # lengths of chunks and prefixes that no request had before compile kernels
+    for tokens in (WARM_UP, new):  # new lengths of chunks and prefixes compile kernels
         _forget(llm)
         (begun,) = _generate(llm, prompts[:1], tokens)
         _statistics(llm, clear=True)
@@ -197,14 +197,14 @@ def with_prefix(llm: Any, length: int, requests: int, new: int, shared: int) -> 
 
 
 def _forget(llm: Any) -> None:
-    """Forgets the cached beginnings of earlier requests, and what was counted."""
+    """Forgets cached prefixes of earlier requests, and the statistics."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM keeps pages of requests that ended")
     _statistics(llm, clear=True)
 
 
 def _statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
-    """Returns the statistics of msattn, none of vLLM's own attention; ``clear`` forgets them."""
+    """Returns msattn's statistics, none for vLLM's own attention; ``clear`` resets them."""
     from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 
     if SECTION not in llm.llm_engine.vllm_config.additional_config:

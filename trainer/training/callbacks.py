@@ -34,8 +34,8 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-BAR_WIDTH = 57  # characters of the progress bar's line before the figures
-SLOW_PASSES = 5.0  # seconds of a step from which its passes are shown
+BAR_WIDTH = 57  # characters of the progress bar's line in front of the figures
+SLOW_PASSES = 5.0  # steps that take at least so many seconds show their passes
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -46,7 +46,7 @@ class TrainingCallback(TrainerCallback):
     module: nn.Module
     train: TrainConfig
     tracker: Tracker
-    evaluate: Callable[[], dict[str, float]] | None  # what is logged every ``train.eval_every`` steps and at the end
+    evaluate: Callable[[], dict[str, float]] | None  # logged every ``train.eval_every`` steps and at the end
     settings: dict[str, Any]  # stored in each checkpoint, see :func:`~msattn.trainer.training.checkpoints.resume_settings`
     previous: TrainingResult  # of the run that is resumed
     stop_consensus: StopConsensus  # lets all ranks stop after the same step
@@ -57,8 +57,8 @@ class TrainingCallback(TrainerCallback):
         self.signal = 0  # the signal number that this process received; 0: none
         self.console = Console()
         self._started = time.perf_counter()
-        self._first_step: tuple[int, float] | None = None  # with the time at which it ended
-        self._passes: list[float] = []  # ends of the passes of this step, after its beginning
+        self._first_step: tuple[int, float] | None = None  # and the time at which it ended
+        self._passes: list[float] = []  # times at which this step's passes ended, after the step's beginning
         self._reset_sums()
 
     def _reset_sums(self) -> None:
@@ -99,12 +99,12 @@ class TrainingCallback(TrainerCallback):
             self._show_pass(args)
 
     def _show_pass(self, args: TrainingArguments) -> None:
-        """Shows the number of the pass that runs in place of figures, before the first step has ended."""
+        """Shows the number of the current pass instead of figures until the first step has ended."""
         if args.gradient_accumulation_steps > 1:
             self._progress.update(self._task, figures=f"pass {len(self._passes)} of {args.gradient_accumulation_steps}")
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the progress within a step of several passes, and how long steps take as soon as two passes were timed."""
+        """Shows the progress within a step of several passes, and the time per step as soon as two passes have been timed."""
         self._passes.append(time.perf_counter())
         passes, began = len(self._passes) - 1, self._passes[0]
         if args.process_index != 0 or self._passes[-1] - began < SLOW_PASSES:
@@ -189,7 +189,7 @@ class TrainingCallback(TrainerCallback):
         sums, finite_batches = torch.stack([sums / args.world_size, finite_batches]).tolist()
         first = min(finite_batches)
         if first < self._batches:
-            # A bad weight makes every part non-finite within a step, so only the earliest ones are named.
+            # A bad weight makes every part non-finite within a step, so only the earliest parts are named.
             earliest = [name for name, count in zip(self._names, finite_batches, strict=True) if count == first]
             parts = [name for name in earliest if name != "loss"]
             self._raise_diverged(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
@@ -209,7 +209,7 @@ class TrainingCallback(TrainerCallback):
         )
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """Returns the remaining time, from the rate since the first step (which compiles), with evaluations and checkpoints."""
+        """Returns the remaining time, with evaluations and checkpoints, at the rate since the first step (which compiles)."""
         first, ended = self._first_step or (0, self._started)
         if state.global_step == first:
             first, ended = self.previous.steps, self._started
@@ -228,9 +228,9 @@ class TrainingCallback(TrainerCallback):
             self._print(step, self.metrics)
 
     def _print(self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None) -> None:
-        """Prints figures, without those of single layers, which only the tracker records.
+        """Prints figures, except those of single layers, which only the tracker records.
 
-        Beside a progress bar stand as many of them as there is room for, then those last ``evaluated``.
+        The progress bar's line has as many of them as fit, then the figures last ``evaluated``.
         """
         shown = dict(figures)
         left = shown.pop("seconds_left", None)
@@ -248,7 +248,7 @@ class TrainingCallback(TrainerCallback):
 
     @contextmanager
     def progress_bar(self, *, enabled: bool) -> Iterator[None]:
-        """Shows the progress if ``enabled``: a bar on a terminal; elsewhere figures, and lines in steps that take long."""
+        """Shows the progress if ``enabled``: a bar on a terminal; elsewhere figures, and lines during long steps."""
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),

@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
 MARKER = "complete.json"  # written last: a checkpoint without it is incomplete and ignored
 MAX_MARKER_BYTES = 8_000_000
-MAX_CHECKPOINTS = 2  # number of complete checkpoints that are kept
+MAX_CHECKPOINTS = 2  # complete checkpoints to keep
 MICRO_BATCH = "train.micro_batch_size"
 # Settings that a resumed run may change, as they do not affect the result.
 _CHANGEABLE = ("log_every", "save_every", "num_workers")
@@ -73,7 +73,7 @@ def _complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def _all_checkpoints(checkpoints: Path) -> list[Path]:
-    """Returns the checkpoints, complete or not, by their steps; files and folders with other names are not ours."""
+    """Returns the checkpoints, complete or not, keyed by step; files and folders with other names are not ours."""
     found = [path for path in checkpoints.glob("checkpoint-*") if _steps(path) is not None and os.path.isdir(path)]
     return sorted(found, key=lambda path: _steps(path) or 0)
 
@@ -96,7 +96,7 @@ def _remove(checkpoint: Path) -> None:
 def resume_settings(
     train: TrainConfig, seed: int, optimizer: str, world_size: int, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are those of the job."""
+    """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are the job's own settings."""
     fixed = {key: value for key, value in asdict(train).items() if key not in _CHANGEABLE}
     return {
         **flat_settings({"train": fixed}),
@@ -110,7 +110,7 @@ def resume_settings(
 def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
     """Returns the newest intact checkpoint, or None, and removes newer and incomplete ones; without ``resume``, all of them.
 
-    ``settings`` must equal those that the checkpoint was written with. One process ``writes``; the others receive its choice.
+    ``settings`` must equal those of the run that wrote the checkpoint. One process ``writes``; the others receive its choice.
     """
     choice: list[Any] = [None]
     if writes:
@@ -130,7 +130,7 @@ def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool,
 
 
 def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | None:
-    """Returns the newest checkpoint whose files are as they were written; names the damaged ones on stderr."""
+    """Returns the newest checkpoint with undamaged files; names damaged checkpoints on stderr."""
     found = _complete_checkpoints(checkpoints)
     damage: list[str] = []
     for checkpoint in reversed(found):
@@ -143,7 +143,7 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
         except (UserError, OSError) as error:
             damage.append(first_line(error))
             continue
-        # Of a number that is chosen automatically the checkpoint has the choice.
+        # The checkpoint holds the number that was chosen automatically.
         chosen = {MICRO_BATCH: marker.settings.get(MICRO_BATCH)} if settings.get(MICRO_BATCH) == AUTO else {}
         check_settings(f"the run in {checkpoints}", marker.settings, settings | chosen)
         for line in damage:
@@ -162,7 +162,7 @@ def handle_write_errors(checkpoint: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
         # A collective save fails on every rank; the exception holds the errors of the ranks that could not write.
         cause: Any = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        # PyTorch's writer raises a RuntimeError without a reason; others, such as that of a lost connection, are not ours.
+        # PyTorch's writer raises a RuntimeError without a reason; others, as for a lost connection, are not ours.
         if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
             raise
         if not os.path.isfile(checkpoint / MARKER):
@@ -189,7 +189,7 @@ def remove_older(checkpoints: Path) -> None:
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """Returns the marker of a complete checkpoint; refuses a damaged one, and one without hashes of an older version."""
+    """Returns the marker of a complete checkpoint; refuses a damaged one, and one of an older version without hashes."""
     content = read_json(checkpoint / MARKER, f"{checkpoint}: {MARKER}", MAX_MARKER_BYTES)
     marker = checked(content, Marker, f"{checkpoint}: {MARKER}")
     if content.pop("checksum") != _checksum(content):

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from msattn.trainer.data.chunking import Chunks
 
 POLL_INTERVAL = 1.0  # seconds between checks of the other ranks' processes
-# Seconds to wait for the exit of a rank after its connection broke, and for this rank to end by itself after another was lost.
+# Seconds to wait for a rank to exit after its connection broke, and for this rank to end by itself after another was lost.
 GRACE_PERIOD = 5.0
 LOST_RANK_MESSAGE = "another rank of this run ended, so this one stops; resume=true continues from the last checkpoint"
-TIMEOUT = timedelta(days=7)  # a rank may have hours more work than another; torchrun ends all ranks when one fails
+TIMEOUT = timedelta(days=7)  # one rank may have hours more work than another; torchrun ends all ranks when one fails
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_entries = count()  # numbers the uses of fail_together, which share torchrun's store
+_entries = count()  # numbers the uses of fail_together, because they share torchrun's store
 
 
 class StopConsensus:
     """Agreement of all ranks on the step after which training stops, although a signal may reach only one of them.
 
-    Uses a gloo process group of its own, so that no rank waits for its GPU.
+    Has its own gloo process group, so that no rank waits for its GPU.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -47,7 +47,7 @@ class StopConsensus:
 
     @property
     def single_rank(self) -> bool:
-        """True when the run has one rank."""
+        """True if the run has one rank."""
         return self._group is None
 
     def exchange(self, signal_number: int) -> int:
@@ -137,7 +137,7 @@ class _LocalRanks:
         self._processes = {rank: process for rank, process in found.items() if process is not None}
 
     def any_lost(self, grace_period: float = 0.0) -> bool:
-        """Returns True if a rank has ended without :meth:`mark_exit`, or does so within ``grace_period`` seconds."""
+        """Returns True if a rank has ended without :meth:`mark_exit`, or ends so within ``grace_period`` seconds."""
         pause = threading.Event()
         for _ in range(1 + int(grace_period / 0.1)):
             ended = [rank for rank, process in self._processes.items() if _has_ended(process)]
@@ -208,6 +208,6 @@ def isolated_rank(device: torch.device) -> Iterator[None]:
 
 
 def rank_shard(chunks: "Chunks", limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's items of the first ``limit`` chunks: every ``world_size``-th, from its rank on."""
+    """Yields this rank's share of the first ``limit`` chunks: every ``world_size``-th item, starting with its rank."""
     state = PartialState()
     return (chunks[i] for i in range(state.process_index, min(limit, len(chunks)), state.num_processes))

@@ -81,10 +81,10 @@ def fit(
     module : ``forward(**batch)`` returns a dict with ``loss`` (scalar, mean over the micro-batch) and, optionally, ``parts``
         (name -> scalar, the same names each time), which are logged and checked. Only registered parameters and buffers are
         saved.
-    dataset : map-style; an item depends on its index alone. Each pass over it has a new order drawn from ``seed``.
+    dataset : map-style; an item depends only on its index. Each pass has a new order, drawn from ``seed``.
     folder : work folder; checkpoints go to ``folder/checkpoints``.
     device : ``cpu``, or ``cuda`` (one device per rank; several ranks under ``torchrun``).
-    resume : continue from the newest complete checkpoint, if there is one, to the same result as an uninterrupted run.
+    resume : continue from the newest complete checkpoint, if any; the result equals that of an uninterrupted run.
         If False, earlier checkpoints in ``folder`` are removed.
     extra_settings : further settings that the result depends on, under the names of the command line. A resumed run must
         have the same.
@@ -93,11 +93,11 @@ def fit(
     optimizer : ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient.
     shard : name of the layer class whose weights are sharded over the ranks' GPUs (FSDP2); None replicates them. With
         sharding the weights of ``module`` are ``DTensor`` afterwards.
-    shuffle : if False, items come in the order of ``dataset``, which has ``train.steps * train.batch_size`` of them.
+    shuffle : if False, items come in the order of ``dataset``, which must have ``train.steps * train.batch_size`` items.
 
     Raises
     ------
-    UserError : contradictory settings, settings other than those of the run to resume, or a full disk.
+    UserError : contradictory settings, settings that differ from the run to resume, or a full disk.
     TrainingDiverged : a loss, gradient or weight is not finite; the last complete checkpoint is kept.
     Fault : a data worker was killed.
     KeyboardInterrupt : Ctrl-C, once the step is finished and saved; its subclass ``Terminated`` for SIGTERM.
@@ -150,7 +150,7 @@ def fit(
 
 
 def _train(trainer: Trainer, callback: TrainingCallback, checkpoints: Path, last: Path | None) -> None:
-    """Trains to the last step, or to the end of the step in which a first signal came; a second one stops at once."""
+    """Trains to the last step, or to the end of the step in which a first signal arrives; a second signal stops at once."""
     try:
         trainer.train(resume_from_checkpoint=str(last) if last is not None else None)
         _ignore_data_workers(callback.train)
@@ -177,7 +177,7 @@ def _ignore_data_workers(train: TrainConfig) -> None:
 
 
 def _is_lost_worker(error: BaseException) -> bool:
-    """Returns True for errors of the loss of a data worker: PyTorch's own, and those of its connection."""
+    """Returns True if an error means that a data worker was lost: PyTorch's own error, or a broken connection to the worker."""
     if isinstance(error, ConnectionError | EOFError):
         return output_error() is None  # else a line could not be printed
     return str(error).startswith("DataLoader worker (pid")
@@ -192,7 +192,7 @@ class _Arguments(TrainingArguments):
 
     @property
     def device(self) -> torch.device:
-        own = super().device  # the first GPU for an isolated rank, whatever its own GPU is
+        own = super().device  # the first GPU for an isolated rank, whichever its own GPU is
         return torch.device("cuda", torch.cuda.current_device()) if own.type == "cuda" else own
 
 
@@ -218,7 +218,7 @@ def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed
         train_sampling_strategy="sequential",  # _ShuffledPasses has shuffled already
         dataloader_num_workers=train.num_workers,
         dataloader_pin_memory=on_gpu,
-        # Sharded gradients are reduced at every micro-batch: unreduced ones have the size of the whole model.
+        # Sharded gradients are reduced at every micro-batch: unreduced gradients are as large as the whole model.
         accelerator_config={"non_blocking": on_gpu, "gradient_accumulation_kwargs": {"sync_each_batch": shard is not None}},
         fsdp=shard is not None,  # pyrefly: ignore[bad-argument-type]
         fsdp_config={"transformer_layer_cls_to_wrap": [shard], "state_dict_type": "SHARDED_STATE_DICT"} if shard else None,
@@ -270,7 +270,7 @@ def _init_worker(main_process: int, seed_worker: Callable[[int], None] | None, w
 
 
 def _report_in_worker(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints an error of a worker's thread, unless it is due to the end of the main process during a transfer."""
+    """Prints an error of a worker's thread, unless the main process ended during a transfer."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 

@@ -13,11 +13,11 @@ from msattn.trainer.config import TrainConfig
 from msattn.trainer.config.train import AUTO
 from msattn.trainer.memory import release_memory
 
-# With more tokens a pass is not faster: a GPU is busy, and a CPU is from far fewer on.
+# More tokens make a pass no faster: they fill a GPU, and far fewer already fill a CPU.
 TOKENS = {"cuda": 2**16, "cpu": 2**11}
-STATE_BYTES = 8  # of a trained weight in the optimizer
-DDP_BYTES = 4  # of a trained weight in the buckets of several ranks' gradients
-MARGIN = 0.05  # of the GPU's memory, for fragments
+STATE_BYTES = 8  # for each trained weight, in the optimizer
+DDP_BYTES = 4  # for each trained weight, in the gradient buckets of several ranks
+MARGIN = 0.05  # share of the GPU's memory, for fragmentation
 
 
 def resolve(
@@ -30,11 +30,11 @@ def resolve(
     *,
     sharded: bool,
 ) -> TrainConfig:
-    """Returns ``train`` with a number in place of ``auto``, the same on all ranks, each of which must call this.
+    """Returns ``train`` with a number in place of ``auto``, the same on all ranks. Every rank must call it.
 
-    It divides the items of a rank, and their ``input_ids`` are at most :data:`TOKENS` together. On a GPU a forward and backward
-    pass is tried, and the next smaller number taken if memory is too small. Items without ``input_ids``, which are batches of
-    queries, and those of ``sharded`` modules, which do not fit whole, run one by one.
+    The number divides a rank's items, and a pass has at most :data:`TOKENS` ``input_ids``. On a GPU a forward and backward
+    pass is tried; if memory is too small, the next smaller number is tried. Items without ``input_ids`` are batches of
+    queries and run one by one, as do the items of ``sharded`` modules, which do not fit whole.
     """
     if train.micro_batch_size != AUTO:
         return train
@@ -50,7 +50,7 @@ def resolve(
 
 
 def tokens_of(dataset: "Dataset[Any]") -> int | None:
-    """Returns the tokens of the first item, or None if items have none."""
+    """Returns the number of tokens of the first item, or None if items have no tokens."""
     size: Any = len(dataset)  # pyrefly: ignore[bad-argument-type]
     first = dataset[0] if size else None
     return first["input_ids"].numel() if isinstance(first, dict) and "input_ids" in first else None
@@ -64,7 +64,7 @@ def _fits(
     size: int,
     ranks: int,
 ) -> bool:
-    """Returns True if ``size`` items pass forward and backward beside the optimizer's state; leaves no gradient behind."""
+    """Returns True if the passes of ``size`` items fit into memory next to the optimizer's state; leaves no gradient behind."""
     total: Any = len(dataset)  # pyrefly: ignore[bad-argument-type]
     items = collate([dataset[index % total] for index in range(size)])
     batch = {name: value.to(device) for name, value in items.items()}

@@ -22,8 +22,8 @@ from msattn.trainer.training.wandb_run import WandbRun
 class Tracker:
     """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
-    Only rank 0 writes. A resumed run appends to the file, see :meth:`cut`, and to the same wandb run. On a full disk lines are
-    dropped as a whole with one message, and the run continues. ``step`` is the optimizer step, updated by the training loop;
+    Only rank 0 writes. A resumed run appends to the file, see :meth:`cut`, and to the same wandb run. On a full disk whole
+    lines are dropped with one message, and the run continues. ``step`` is the optimizer step, updated by the training loop;
     ``offset``, the steps of earlier stages of the run, is added to every logged step.
     """
 
@@ -38,7 +38,7 @@ class Tracker:
     def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
         """Starts the tracker that ``cfg`` configures for the command ``job``, see :meth:`start`.
 
-        With ``after_work`` the results are already written: if wandb fails to start, a warning says so, and the file is kept.
+        ``after_work``: the results are already written. If wandb fails to start, a warning says so and the file is kept.
         """
         config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:
@@ -65,7 +65,7 @@ class Tracker:
     ) -> "Tracker":
         """Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key).
 
-        With ``resume`` the wandb run is that of the run before in this folder, if there was one. Raises UserError if wandb is
+        With ``resume``, the previous wandb run in this folder continues, if there is one. Raises UserError if wandb is
         not installed, or its server cannot be reached.
         """
         folder = Path(folder)
@@ -78,7 +78,7 @@ class Tracker:
         return cls(folder, run, writes=writes)
 
     def cut(self, steps: int) -> None:
-        """Removes what an earlier run in this folder logged after its optimizer step ``steps``, from which this one goes on."""
+        """Removes what an earlier run in this folder logged after optimizer step ``steps``, from which this run continues."""
         if self._file is None:
             return
         kept = 0
@@ -169,7 +169,7 @@ class Tracker:
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Returns True if a line, which may be damaged, was logged at ``step`` or before; the results of a run follow its steps."""
+    """Returns True if a line, which may be damaged, was logged at or before ``step``; a run's results follow its steps."""
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

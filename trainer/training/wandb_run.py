@@ -1,4 +1,4 @@
-"""A Weights & Biases run whose failures never end the work that it records: results are on disk before they are sent."""
+"""A Weights & Biases run whose failures never stop the work that it records: results are on disk before they are sent."""
 
 import os
 import re
@@ -11,19 +11,19 @@ from typing import Any
 from msattn.trainer.config import TrackerConfig
 from msattn.trainer.errors import UserError, first_line, print_once
 
-TOKEN = re.compile(r"[\w-]{32,}")  # API keys in messages; also hides hashes
-NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # what the name of a wandb artifact cannot hold
-UPLOAD_SECONDS = 1800  # after which a run no longer waits for its upload
+TOKEN = re.compile(r"[\w-]{32,}")  # matches API keys in messages, and also hashes
+NOT_NAMED = re.compile(r"[^\w.-]+", re.ASCII)  # characters that a wandb artifact's name cannot contain
+UPLOAD_SECONDS = 1800  # seconds that a run waits for its upload
 ALIAS_LENGTH = 16  # characters of a content hash
 SETTINGS = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT")
 RUN_ID = "wandb-run-id"  # file beside the checkpoints
-LONG_KEYS = ("tensors", "details")  # of a manifest; they are in the uploaded file
+LONG_KEYS = ("tensors", "details")  # keys of a manifest that are left to the uploaded file
 
 
 class WandbRun:
     """The wandb run of a tracker.
 
-    Each method sends one thing. If wandb refuses it or cannot be reached, one line on stderr says so and the work goes on.
+    Each method sends one thing. If wandb refuses it or cannot be reached, one line on stderr says so and the work continues.
     """
 
     def __init__(self, run: Any, cfg: TrackerConfig, name: str) -> None:
@@ -45,7 +45,7 @@ class WandbRun:
         *,
         resume: bool = False,
     ) -> "WandbRun":
-        """Starts a run, offline without an API key; with ``resume`` goes on with the one whose id is in ``folder``, if any.
+        """Starts a run, offline without an API key; with ``resume``, continues the run whose id is in ``folder``, if any.
 
         ``job`` is the command, wandb's ``job_type``. ``tags`` say what it worked on, e.g. model and name; they also name its
         artifacts. Raises UserError if wandb is not installed, or its server cannot be reached.
@@ -66,14 +66,14 @@ class WandbRun:
                     name=run_name,
                     group=cfg.group,
                     job_type=job or None,
-                    tags=[tag[:64] for tag in tags if tag],  # wandb refuses longer and empty ones
-                    dir=str(folder.absolute()),  # its service may have another working directory
+                    tags=[tag[:64] for tag in tags if tag],  # wandb refuses longer and empty tags
+                    dir=str(folder.absolute()),  # wandb's service may have another working directory
                     config=config,
                     mode=mode,  # pyrefly: ignore[bad-argument-type]
                     settings=wandb.Settings(silent=True, console="off"),
                 )
             (folder / RUN_ID).write_text(run.id)
-        except (wandb.Error, ValueError, OSError) as error:  # of settings in the environment, and of its service
+        except (wandb.Error, ValueError, OSError) as error:  # from settings in the environment, and from its service
             raise UserError(
                 f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
             ) from error
@@ -94,12 +94,12 @@ class WandbRun:
         self._send(name, lambda: self._run.log({name: wandb.Html(path)}))
 
     def table(self, name: str, rows: Sequence[Mapping[Any, Any]]) -> None:
-        """Logs a table whose columns are all keys of ``rows``."""
+        """Logs a table with a column for each key of ``rows``."""
         import wandb
 
         columns: list[str | int] = list(dict.fromkeys(key for row in rows for key in row))
         cells: list[Iterable[Any]] = [[row.get(column) for column in columns] for row in rows]
-        # Columns hold numbers in the rows of one task and text in those of another.
+        # A column may hold numbers in one task's rows and text in another's.
         self._send(name, lambda: self._run.log({name: wandb.Table(columns, cells, allow_mixed_types=True)}))
 
     def summary(self, figures: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class WandbRun:
             self._send(f"the use of {name}", lambda: self._run.use_artifact(name, type=kind))
 
     def finish(self) -> None:
-        """Ends the run; prints the upload command of an offline run to those who use wandb."""
+        """Ends the run; prints the upload command of an offline run to users of wandb."""
         offline, folder = self._run.offline, Path(self._run.dir).parent
         self._send("the end of the run", self._run.finish)
         if offline and self._says_upload:
@@ -153,21 +153,21 @@ class WandbRun:
 
 
 def _run_id(folder: Path) -> str | None:
-    """Returns the id of the wandb run that was started in ``folder``; None if there was none."""
+    """Returns the id of the wandb run that was started in ``folder``, or None."""
     path = folder / RUN_ID
     found = path.read_text(errors="replace") if path.is_file() else ""
     return found if re.fullmatch(r"[\w-]{1,64}", found) else None
 
 
 def is_set_up() -> bool:
-    """Returns True if the environment or wandb's settings say that this user works with wandb."""
+    """Returns True if the environment or wandb's settings show that this user uses wandb."""
     settings = Path(os.environ.get("WANDB_CONFIG_DIR") or Path("~/.config/wandb").expanduser(), "settings")
     return settings.is_file() or any(os.environ.get(name) for name in SETTINGS)
 
 
 @contextmanager
 def _without_arguments() -> Iterator[None]:
-    """Hides the command line, which may hold a prompt or a server's key, from wandb. The configuration has the settings."""
+    """Hides the command line from wandb, as it may hold a prompt or a server's key. The configuration has the settings."""
     arguments = sys.argv
     sys.argv = arguments[:1]
     try:
@@ -177,7 +177,7 @@ def _without_arguments() -> Iterator[None]:
 
 
 def uploaded_as(kind: str, config: Mapping[str, Any]) -> str | None:
-    """Returns ``project/name`` of the wandb artifact that a command with this ``config`` uploaded; None if it uploaded none."""
+    """Returns ``project/name`` of the wandb artifact that a command with this ``config`` uploaded, or None."""
     tracker, model = config.get("tracker"), config.get("model")
     if not isinstance(tracker, Mapping) or not isinstance(model, Mapping):
         return None
@@ -192,5 +192,5 @@ def _artifact_name(name: str, kind: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of an exception's message, without anything that could be a key."""
+    """Returns the first line of an exception's message without anything that looks like a key."""
     return TOKEN.sub("***", first_line(error))
