@@ -40,5 +40,5 @@ def apply_sinks(state: SparseAttention, sinks: Tensor) -> SparseAttention:
     out, lse = state
     check_sinks(sinks, lse.shape[1], lse)
     logits = sinks.to(lse.dtype)[:, None]
-    share = (lse - logits).sigmoid().masked_fill(lse == -math.inf, 0)  # of the keys in the softmax
+    share = (lse - logits).sigmoid().masked_fill(lse == -math.inf, 0)  # share of the keys in the softmax
     return SparseAttention((out * share[..., None]).to(out.dtype), lse.logaddexp(logits))

@@ -108,7 +108,7 @@ def bucket_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked by the reference alone; the
+        If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked only by the reference; the
         kernel reads only inside the cache for any values, and nothing for a probe out of range.
     NotImplementedError
         In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
@@ -142,7 +142,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels.
 
-    The grid depends on shapes alone, so that a captured CUDA graph serves any index, probes and lengths.
+    The grid depends only on shapes, so that a captured CUDA graph serves any index, probes and lengths.
     """
     batch, q_heads, _, head = q.shape
     kv_heads, num_keys = k.shape[1:3]

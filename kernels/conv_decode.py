@@ -68,7 +68,7 @@ def conv_decode(
     weight : Tensor ``[Hq, c_q, c_k]``
         One convolution kernel per head, up to 32 x 32, in q_window's dtype or fp32.
     mask : {"query", "key"}
-        Scores that count as 0, as in ``conv_attention``: those of keys after their own query, or none of the cache.
+        Scores that count as 0, as in ``conv_attention``: for keys after their own query, or none in the cache.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -88,7 +88,7 @@ def conv_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid. Lengths are checked by the reference alone; the kernel reads only inside the cache.
+        If an argument is invalid. Lengths are checked only by the reference; the kernel reads only inside the cache.
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
@@ -111,7 +111,7 @@ def launch(
 ) -> Tensor:
     """Launches both kernels.
 
-    The grid depends on shapes alone, so that a captured CUDA graph serves any lengths.
+    The grid depends only on shapes, so that a captured CUDA graph serves any lengths.
     """
     batch, q_heads, window, head = q_window.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -215,7 +215,7 @@ def _stream_keys(
     m_d, o_tile = tl.arange(0, BD) < HEAD, tl.arange(0, BN)
     key = first + (o_tile // 16 * 8 + o_tile % 8) * length + o_tile // 8 % 2 - before  # in the row order of the product
     key_end = tail + (TAPS - 1 - before)
-    place = o_tile % 2 - (TAPS - 1)  # in the stream, of the result that a key completes
+    place = o_tile % 2 - (TAPS - 1)  # place in the stream of the result that a key completes
     result = first + o_tile // 2 * length + place
     place_end = tl.minimum(length, tail - result + place)
     k_ptrs, v_ptrs = k_ptr + key.to(tl.int64)[:, None] * stride_km, v_ptr + result.to(tl.int64)[:, None] * stride_vm

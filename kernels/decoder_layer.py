@@ -26,7 +26,7 @@ from msattn.kernels.types import Backend
 MAX_ROW = 2**14  # elements: one program holds a whole row
 MAX_SMALL_TILE_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
 SMALL_TILE, LARGE_TILE = 512, 4096
-TOKENS = 16  # of a head that a program rotates
+TOKENS = 16  # tokens of a head per program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:
@@ -139,7 +139,7 @@ def _check_rotate_and_append(
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Launches the kernel; the grid depends on shapes alone."""
+    """Launches the kernel; the grid depends only on shapes."""
     out = x.new_empty(x.shape)
     cols = x.shape[-1]
     rows, padded = x.numel() // cols, triton.next_power_of_2(cols)
@@ -155,7 +155,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def launch_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Launches the kernel; the grid depends on shapes alone."""
+    """Launches the kernel; the grid depends only on shapes."""
     out, tile = gate.new_empty(gate.shape), _tile_elements(gate)
     if not gate.numel():
         return out
@@ -176,7 +176,7 @@ def launch_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 def launch_rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | int
 ) -> Tensor:
-    """Launches the kernel; the grid depends on shapes alone."""
+    """Launches the kernel; the grid depends only on shapes."""
     (batch, q_heads, tokens, head), (kv_heads, capacity) = q.shape, keys.shape[1:3]
     out = q.new_empty((batch, tokens, q_heads, head)).transpose(1, 2)
     on_device, start = (position, 0) if isinstance(position, Tensor) else (None, position)

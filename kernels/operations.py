@@ -14,7 +14,7 @@ class Operation(NamedTuple):
     name: str
     differentiable: bool = False
     softcap: bool = False
-    folder: str | None = None  # of several operations
+    folder: str | None = None  # folder of several operations
 
     @property
     def module(self) -> str:

@@ -108,7 +108,7 @@ def launch(
     sizes: Tensor | None,
     threshold: float | None,
 ) -> Tensor:
-    """Launches both kernels; the grid depends on shapes alone."""
+    """Launches both kernels; the grid depends only on shapes."""
     batch, q_heads, _, head = q.shape
     classifiers, hidden, num_buckets = weight_out.shape
     weights = [x.contiguous() for x in (weight_in, bias_in, weight_out, bias_out)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 3  # of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
+FORMAT = 3  # version of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
 
 
 class Tile(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 Backend = Literal["triton", "torch"]
-Variant = Literal["partial", "global"]  # of flash_decode
-Pool = Literal["max", "mass", "mean_mass"]  # of maxpool_attention
-ConvMask = Literal["query", "key"]  # of conv_attention
+Variant = Literal["partial", "global"]  # for flash_decode
+Pool = Literal["max", "mass", "mean_mass"]  # for maxpool_attention
+ConvMask = Literal["query", "key"]  # for conv_attention
 
 
 class SparseAttention(NamedTuple):

@@ -52,7 +52,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Launches the kernel; the grid depends on shapes alone."""
+    """Launches the kernel; the grid depends only on shapes."""
     batch, heads, tokens, size = x.shape
     out, pairs = torch.empty_like(x), cos.shape[-1] // 2
     rows, _, warps = row_tile(tokens, size)

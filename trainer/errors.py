@@ -116,7 +116,7 @@ def named_output_errors() -> Iterator[None]:
     if type(stream) is io.TextIOWrapper and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
         buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
         lines = stream.line_buffering or stream.write_through  # the latter with PYTHONUNBUFFERED
-        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)  # to the end of the process
+        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)  # until the process ends
     try:
         yield
     except OSError as error:

@@ -35,7 +35,7 @@ DECODE = _tiles(
     "16-128-4-3 16-64-4-3-2 16-64-4-5 16-64-4-5-2 16-64-4-5-3 16-64-4-7-2"
     " 16-32-4-5-2 16-32-4-7-4 16-32-2-7-4 16-64-8-5-2 16-128-4-3-2 16-128-8-5"
 )
-CANDIDATES = {  # by the name that `tuned` uses for the kernel, or by operation where the tile depends on the shape
+CANDIDATES = {  # keyed by the name that `tuned` uses for the kernel, or by operation if the tile depends on the shape
     "maxpool_attention": _tiles(
         "128-128-8-3 128-128-8-2 128-64-8-3 128-64-8-4 128-64-8-5 128-64-4-2-2 64-128-4-2 64-64-4-3-2 64-64-4-2-2"
     ),

@@ -18,7 +18,7 @@ from msattn.kernels.testing import assert_within_budget
 Function = Callable[..., Any]  # maps the tensors of a layer to a tensor, or to a tuple that begins with the output
 Layer = tuple[Any, ...]
 Window = Callable[[Layer, int, int], Layer]  # (layer of one sequence, begin, end) -> inputs of the query rows [begin, end)
-WEIGHT_GRADIENT = "gradient 3"  # of a weight that mixes scores: a sum over all pairs of tokens
+WEIGHT_GRADIENT = "gradient 3"  # for a weight that mixes scores: a sum over all pairs of tokens
 
 
 class ReferenceMismatch(AssertionError):
@@ -128,7 +128,7 @@ def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: b
 
 
 def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
-    """Returns a call that computes the gradients of the first output alone."""
+    """Returns a call that computes only the gradients of the first output."""
     passes = []
     for layer in layers:
         leaves, wanted = _with_gradients(layer)

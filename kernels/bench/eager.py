@@ -64,7 +64,7 @@ def _means(x: Tensor, z: int) -> Tensor:
 
 
 def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, before: int | None = None) -> Tensor:
-    """Softmax attention with a convolution over the scores, those of ``before`` queries before the first (all) are 0."""
+    """Softmax attention with a convolution over the scores; ``before`` rows of zeros (default: c_q - 1) precede them."""
     mask, group = _causal(q, k), q.shape[1] // k.shape[1]
     c_q, c_k = weight.shape[1:]
     scores = (q @ k.repeat_interleave(group, 1).mT * q.shape[3] ** -0.5).masked_fill(~mask, 0)

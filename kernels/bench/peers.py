@@ -19,7 +19,7 @@ DENSE_BACKENDS = {  # names in torch.nn.attention.SDPBackend
     "math": "MATH",
 }
 FLEX_TILES_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # the default is tiles of 128 queries
-BYTES_PER_SCORE = 12  # of eager code: scores and probabilities, in fp32 and in the precision of the input
+BYTES_PER_SCORE = 12  # in eager code: scores and probabilities, in fp32 and in the precision of the input
 
 
 class PeerUnavailable(RuntimeError):

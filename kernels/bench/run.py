@@ -27,7 +27,7 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
 def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation and its peers at each length.
 
-    Yields each row as soon as it is measured, those of peers before those of the operation that are compared with them. A peer
+    Yields each row as soon as it is measured: first the peers, then the operation that is compared with them. A peer
     that cannot run on this machine has no time, and a note with the reason. The length of ``shape`` is replaced by each of
     ``options.lengths``. Raises ReferenceMismatch if the operation disagrees with its reference at a small shape, before
     anything is timed, or at a shape just timed.

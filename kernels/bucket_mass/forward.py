@@ -90,7 +90,7 @@ def bucket_mass(
     Raises
     ------
     ValueError
-        If an argument is invalid. Bucket numbers are checked by the reference alone; the kernel excludes keys whose number is
+        If an argument is invalid. Bucket numbers are checked only by the reference; the kernel excludes keys whose number is
         out of range.
     NotImplementedError
         In the backward pass, as the operation makes training targets.

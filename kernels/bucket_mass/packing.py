@@ -58,7 +58,7 @@ def max_key_groups(num_keys: int, num_buckets: int, group_size: int) -> int:
 def pack_keys(k: Tensor, buckets: Tensor, num_buckets: int, group_size: int, tile: int, splits: int) -> PackedKeys:
     """Packs ``k [B, Hkv, n_k, D]`` by ``buckets [B, Hkv, n_k]``.
 
-    Sizes depend on shapes alone, so that the host does not wait for the device. Keys whose bucket is not in 0 to
+    Sizes depend only on shapes, so that the host does not wait for the device. Keys whose bucket is not in 0 to
     ``num_buckets - 1`` are left out.
     """
     batch, kv_heads, num_keys, head = k.shape

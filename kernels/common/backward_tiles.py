@@ -16,7 +16,7 @@ from torch import Tensor
 from msattn.kernels.common.primitives import load_lse2, load_tile, tile_view, tl, triton
 from msattn.kernels.common.softcap import cap_scores_with_slope
 
-MIN_STATS_ROWS = tl.constexpr(32)  # of a descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
+MIN_STATS_ROWS = tl.constexpr(32)  # rows per descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
 
 
 def empty_row_stats(lse: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 ZOOMS = (1, 2, 4, 8)
 POOLINGS = ("avg", "max", "min")
 POOLS = get_args(Pool)
-MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
+MAX_COLUMNS = 2**15  # columns of a score row: one program holds a whole row
 
 
 def check_block_size(block_size: int) -> None:
@@ -47,7 +47,7 @@ def _check_block_map(name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Ten
 
 
 def check_map_shape(name: str, x: Tensor, dtype: torch.dtype, accepted: Sequence[tuple[int, ...]]) -> None:
-    """Checks the dtype of a block map and each of its four sizes against those that are accepted."""
+    """Checks the dtype of a block map and each of its four sizes against the accepted ones."""
     if x.dtype != dtype or x.dim() != 4:
         expected = str(dtype).removeprefix("torch.")
         raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [batch, heads, row blocks, column blocks]")

@@ -13,7 +13,7 @@ def add_share_left_out(total: Tensor, selected: Tensor, visible: Tensor, copies:
     """Adds the share of the visible blocks that is not read to ``total``, an fp64 scalar, on the device.
 
     ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block; 0 is not read. It holds
-    so many ``copies``, as for heads, of ``visible`` blocks, an integer scalar.
+    ``copies`` (e.g. heads) times the ``visible`` blocks, an integer scalar.
     """
     if selected.is_cuda:
         with torch.cuda.device_of(selected):

@@ -1,8 +1,8 @@
 """Argument checks and shape arithmetic shared by all operations and references.
 
 Checks read metadata only (shapes, dtypes, devices, strides), so that they never wait for a device. Values that tensors hold
-(``kv_start``, zoom levels, probes) are checked by the references alone, where reading them is free. Every check raises
-ValueError with the name of the argument, its value and what is accepted. Checks of a family of operations are in
+(``kv_start``, zoom levels, probes) are checked only by the references, where reading them is free. Every check raises
+ValueError with the name of the argument, its value and what is expected. Checks of a family of operations are in
 :mod:`~msattn.kernels.common.block_checks`, :mod:`~msattn.kernels.common.bucket_checks`,
 :mod:`~msattn.kernels.common.decode_checks` and :mod:`~msattn.kernels.common.mta_checks`.
 """

@@ -73,7 +73,7 @@ def launch(
     """Launches the kernels.
 
     With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages ``[P, Hkv, page_size, D]``. The grid
-    depends on shapes alone, so that a captured CUDA graph serves any lengths.
+    depends only on shapes, so that a captured CUDA graph serves any lengths.
     """
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-SMALLEST_SUM = 1e-30  # of the scores of a row: rows of zeros get densities of 0 instead of NaN
+SMALLEST_SUM = 1e-30  # lower limit for the sum of a row's scores: rows of zeros get densities of 0 instead of NaN
 
 
 def bucket_densities(scores: Tensor, sizes: Tensor) -> Tensor:

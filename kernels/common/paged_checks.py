@@ -8,7 +8,7 @@ from msattn.kernels.common.bucket_checks import check_counts, check_dense_window
 from msattn.kernels.common.checks import check_device, check_per_sequence, check_tensor, check_tokens
 from msattn.kernels.types import PagedKeys
 
-MAX_BUCKETS = 2**15  # of int16 ids
+MAX_BUCKETS = 2**15  # limit of int16 ids
 
 
 def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:

@@ -37,7 +37,7 @@ else:
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2))
-TILE_ELEMENTS = 2048  # of a program that moves rows
+TILE_ELEMENTS = 2048  # elements per program that moves rows
 WARP_ELEMENTS = 512  # two 16-byte loads for each thread in 16 bits
 
 

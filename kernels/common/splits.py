@@ -25,7 +25,7 @@ def choose_splits(
     expensive. ``saturation`` is the share of the concurrent programs that saturates the memory bandwidth: programs of a partial
     last wave run faster, down to this share of a full wave's time; it is 1 for kernels that are not memory-bound.
     ``extra_tiles`` is the time, in key tiles, of one more program per block that is launched before the splits; a wave that
-    does not fit beside these programs waits for them.
+    does not fit next to these programs waits for them.
     """
 
     def time(splits: int) -> float:

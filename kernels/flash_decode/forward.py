@@ -71,7 +71,7 @@ def flash_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``kv_start`` and ``kv_len`` are checked by the reference alone; the kernel
+        If an argument is invalid. The values of ``kv_start`` and ``kv_len`` are checked only by the reference; the kernel
         reads only inside the cache for any values.
     NotImplementedError
         In the backward pass, as the operation is for inference.

@@ -187,7 +187,7 @@ def _dkv_kernel(
     pid = tl.program_id(0)
     num_tiles = first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2) if POOLED else col_blocks
     parts = num_tiles * (BLOCK // BN)
-    row0 = pid % parts * BN  # of K, or of its means; the longest columns come first
+    row0 = pid % parts * BN  # row of K, or of its means; the longest columns come first
     kv_head = pid // parts % kv_heads
     b = pid // (parts * kv_heads)
     first_key, first_query, keys, _, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)

@@ -5,7 +5,7 @@ block of a head and iterates over its list; without a mask it iterates over all 
 in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
 
 A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page, and descriptors load
-the tiles of full blocks, as of contiguous keys. Other tiles are loaded by the addresses of their keys: slots of the last page
+the tiles of full blocks, as for contiguous keys. Other tiles are loaded by the addresses of their keys: slots of the last page
 may not be filled, and smaller pages are looked up for each key (:mod:`msattn.kernels.common.paged_tiles`).
 """
 
@@ -84,7 +84,7 @@ def paged_block_sparse_attention(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of tensors (offsets, lengths, pages) are checked by the reference alone.
+        If an argument is invalid. The values of tensors (offsets, lengths, pages) are checked only by the reference.
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """

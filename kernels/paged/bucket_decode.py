@@ -101,7 +101,7 @@ def paged_bucket_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked by the reference alone.
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked only by the reference.
     NotImplementedError
         In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
     """
@@ -132,7 +132,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels.
 
-    The grid depends on shapes alone, so that a captured CUDA graph serves any pages, buckets, probes and lengths.
+    The grid depends only on shapes, so that a captured CUDA graph serves any pages, buckets, probes and lengths.
     """
     batch, q_heads, _, head = q.shape
     page_size, kv_heads = k.shape[1:3]

@@ -21,7 +21,7 @@ from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
 SPAN = 4096  # positions of a program
-MAX_BINS = 4096  # of a histogram
+MAX_BINS = 4096  # bins per histogram
 FEW = 16  # keys that are not worth a histogram
 
 
@@ -60,7 +60,7 @@ def paged_bucket_sizes(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``table`` and ``kv_len`` are checked by the reference alone.
+        If an argument is invalid. The values of ``table`` and ``kv_len`` are checked only by the reference.
     """
     check_paged_bucket_sizes(buckets, table, kv_len, num_buckets, counted, sizes)
     backend = resolve_backend(backend, buckets, name="buckets")
@@ -71,7 +71,7 @@ def paged_bucket_sizes(
 
 
 def launch(buckets: Tensor, table: Tensor, kv_len: Tensor, counted: Tensor | None, sizes: Tensor) -> None:
-    """Launches the kernel; the grid depends on shapes alone, so that a captured CUDA graph serves any pages and lengths."""
+    """Launches the kernel; the grid depends only on shapes, so that a captured CUDA graph serves any pages and lengths."""
     page_size, (batch, kv_heads, num_buckets) = buckets.shape[1], sizes.shape
     table = table if table.stride(1) == 1 else table.contiguous()
     capacity = table.shape[1] * page_size

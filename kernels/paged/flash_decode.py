@@ -48,7 +48,7 @@ def paged_flash_decode(
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked by the reference alone.
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked only by the reference.
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """

@@ -73,7 +73,7 @@ def launch(
     ids: Tensor | None,
     buckets: Tensor | None,
 ) -> None:
-    """Launches the kernel; the grid depends on shapes alone."""
+    """Launches the kernel; the grid depends only on shapes."""
     heads, tokens, size = k.shape
     rows, padded, warps = row_tile(tokens, size)
     _write_kernel[(triton.cdiv(tokens, rows), heads)](

@@ -9,7 +9,7 @@ from torch import Tensor
 from msattn.kernels.common.checks import query_offset
 
 SCORES_AT_ONCE = 2**22  # scores in a chunk: 16 MiB in fp32
-LISTED_SCORES = 2**19  # in a chunk of lists of blocks: they and the gathered keys fit a CPU's cache
+LISTED_SCORES = 2**19  # scores per chunk of block lists: they and the gathered keys fit a CPU's cache
 
 
 def sequences(q: Tensor, k: Tensor, kv_start: Tensor | None, causal: bool) -> Iterator[tuple[slice, int, int, int]]:

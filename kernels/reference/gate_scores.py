@@ -47,7 +47,7 @@ def gate_scores(
         logits = gate_q * hidden**-0.5 @ gate_k.mT + mean_weight * pooled_q[..., width:].mean(2) @ mean_k.mT
         return block_softmax(logits, visible[:, None])
 
-    end = (rows + block_size).minimum(num_keys - start[:, None])  # of the keys visible to a row block
+    end = (rows + block_size).minimum(num_keys - start[:, None])  # end of the keys visible to a row block
     exists = rows < num_keys - start[:, None]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     pooled_q = pool_blocks(q, q_pool, block_size=block_size, start=first, rotated=q_rope)
@@ -57,7 +57,7 @@ def gate_scores(
     # Every pooling of one query is the query.
     single = [*[q[:, :, -block_size:]] * len(q_pool), *([] if q_rope is None else [q_rope[:, :, -block_size:]])]
     own = torch.arange(num_keys - single[0].shape[2], num_keys, device=q.device) - start[:, None]
-    row = exists.sum(1, keepdim=True).clamp(min=1) - 1  # with the last query
+    row = exists.sum(1, keepdim=True).clamp(min=1) - 1  # row of the last query
     positions = rows.gather(1, row).expand(-1, single[0].shape[2])
     largest = probabilities(torch.cat(single, -1).to(statistics_dtype(q)), positions, cols[:, None] <= own[..., None])
     is_last = torch.arange(rows.shape[1], device=q.device) == row

@@ -19,8 +19,8 @@ class Mixing(NamedTuple):
     and scores.
     """
 
-    forward: Callable[[Tensor, Tensor], Tensor]  # of weight and scores
-    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # of weight, scores and the gradient of the mixed ones
+    forward: Callable[[Tensor, Tensor], Tensor]  # (weight, scores) -> mixed scores
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (weight, scores, mixed gradient) -> gradients
     before: int = 0
     left: int = 0
     right: int = 0

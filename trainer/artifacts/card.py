@@ -21,9 +21,9 @@ METHODS = {
     "qmodel": "classifier",
     "decode_gate": "decode gate",
 }  # names of their methods in the rows of an evaluation
-PLACEHOLDER = "path/or/hub-id"  # in the example of an artifact that is not on the Hub
+PLACEHOLDER = "path/or/hub-id"  # in the example for an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
-MAX_RESULTS_BYTES = 500_000_000  # with the block maps of several methods
+MAX_RESULTS_BYTES = 500_000_000  # includes the block maps of several methods
 FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n(.*)", re.DOTALL)
 
 

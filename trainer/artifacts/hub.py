@@ -175,13 +175,13 @@ def _refusals(repository: str, token: str) -> Iterator[None]:
     """Raises UserError, without the token, for refusals by the Hub and failed connections."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    http_error, os_error = HfHubHTTPError.__bases__  # that of httpx or httpx2, by version; it includes failed connections
+    http_error, os_error = HfHubHTTPError.__bases__  # of httpx or httpx2, by version; includes failed connections
     try:
         yield
     except UserError:
         raise
     except (http_error, os_error, ValueError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error  # of one of several uploads
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error  # from one of several uploads
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         reason = REFUSALS.get(status, first_line(cause)) if status else first_line(cause)
         if isinstance(cause, http_error) and status is None:

@@ -12,7 +12,7 @@ from msattn.trainer.version import __version__
 
 KEY = "sparse_attention_config"
 ALGORITHM = "msattn"
-OWN = "."  # in place of a path: the folder or Hub repository of the model itself
+OWN = "."  # instead of a path: the folder or Hub repository of the model itself
 
 
 def with_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from msattn.trainer.storage.documents import check_contained, check_regular, par
 from msattn.trainer.storage.hashes import DamagedFile, content_hash, read_hashed
 
 MAX_CONFIG_BYTES = 256_000  # real ones take 2 kB
-ATTEMPTS = 5  # of reading an artifact that another process replaces at the same time
+ATTEMPTS = 5  # attempts to read an artifact that another process replaces at the same time
 
 
 def read(path: str | Path, kind: str | None = None) -> Artifact:

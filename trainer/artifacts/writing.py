@@ -94,7 +94,7 @@ def write(
         "content_hash": content_hash(stored),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    manifest["checksum"] = checksum(json.loads(json.dumps(manifest)), config_text)  # of the lists that JSON makes of tuples
+    manifest["checksum"] = checksum(json.loads(json.dumps(manifest)), config_text)  # JSON turns tuples into lists
     files = {
         CONFIG: config_text.encode(),
         MANIFEST: (json.dumps(manifest, indent=2, allow_nan=False) + "\n").encode(),

@@ -112,7 +112,7 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
 
 
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
-    """Returns the style of each line: a colour of its own, and one marker for each setting.
+    """Returns the style of each line: its own colour, and one marker per setting.
 
     The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly spaced hues.
     """

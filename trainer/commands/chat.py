@@ -114,7 +114,7 @@ class Conversation:
             with attach(self.loaded.model, **self.options) as sparse:
                 self._generate(ids, clock, stop)
             text = tokenizer.decode(clock.tokens, skip_special_tokens=True)
-            if clock.tokens:  # else the message was not read
+            if clock.tokens:  # otherwise the message was not read
                 self.messages = [*messages, {"role": "assistant", "content": text}]
             return Turn(text, clock, sparse.stats(), ids.shape[1] - known, len(self.cached), stop.interrupted)
 

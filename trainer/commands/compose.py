@@ -113,7 +113,7 @@ def initialized_hydra(command: str) -> Iterator[Any]:
 
 
 def _within(distance: int, length: Any) -> int:
-    return min(distance, length // 4) if isinstance(length, int) else distance  # else the schema refuses the length
+    return min(distance, length // 4) if isinstance(length, int) else distance  # otherwise the schema refuses the length
 
 
 @functools.cache

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from msattn.trainer.config import GenerateConfig
 
-SPARSITY = 0.9  # of prompts, for the break-even length
-CACHE_BYTES = 2  # of a number in the KV cache, fp16 or bf16
+SPARSITY = 0.9  # sparsity of prompts, for the break-even length
+CACHE_BYTES = 2  # bytes per number in the KV cache, fp16 or bf16
 Row = tuple[str, str]
 
 

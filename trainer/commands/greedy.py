@@ -97,7 +97,7 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
     if served.options["select"] is not None:
         scores = cfg.select.scores
         source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
-        share = cfg.select.sparsity  # which not every policy has
+        share = cfg.select.sparsity  # not every policy has it
         prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
     kind = _router_kind(served.chosen)
     if kind is not None:

@@ -104,7 +104,7 @@ def first_sentence(group: str, option: str) -> str:
     if group == "select" and option in BASELINES:
         described = ast.get_docstring(ast.parse((UNTRAINED / "scores" / f"{option}.py").read_text(encoding="utf-8"))) or ""
         return f"Untrained: {described.splitlines()[0]}"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # else an option of --config-dir
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # otherwise an option of --config-dir
     comment = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
     text = " ".join(line for line in comment if not line.startswith("@package"))
     return re.split(r"(?<=\.)\s+(?=[A-Z]|msattn)", text)[0]

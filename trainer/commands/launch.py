@@ -1,6 +1,6 @@
 """Runs the job of a command, once or for each point of a sweep.
 
-Each run keeps its composed configuration in ``.hydra`` of its own folder, as Hydra does. Mistakes of the user are raised as a
+Each run keeps its composed configuration in its own folder, in ``.hydra``, as Hydra does. Mistakes of the user are raised as a
 :class:`~msattn.trainer.errors.UserError` of one line.
 """
 
@@ -23,7 +23,7 @@ from msattn.trainer.errors import Fault, TrainingDiverged, UserError, disk_error
 from msattn.trainer.ranks import is_main_rank
 from msattn.trainer.signals import raised
 
-MOST_JOBS = 10_000  # of a sweep
+MOST_JOBS = 10_000  # jobs of a sweep
 
 
 def launch(
@@ -43,7 +43,7 @@ def launch(
         if multirun:
             sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
-            # Each training job writes artifacts of its own name; other jobs read those of the name they are given.
+            # A training job writes artifacts under its own name; other jobs read the artifacts under the given name.
             if COMMANDS[command].trains and not _is_given("name", sweep, overrides):
                 overrides = [*overrides, "name=${hydra:job.num}"]
             overrides = _with_group(sweep, overrides, f"{command}-{datetime.now():%Y%m%d-%H%M%S}")

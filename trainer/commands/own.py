@@ -25,7 +25,7 @@ CPU_PRESETS = {
         "qmodel_hidden": ("qmodel.hidden", 512),
     },
 }
-WINDOW_SHARE = 16  # of a chunk's tokens, one in 16 is in the dense window, up to the papers' 2047
+WINDOW_SHARE = 16  # one in 16 of a chunk's tokens is in the dense window, up to the papers' 2047
 
 
 def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
@@ -48,11 +48,11 @@ def _model_overrides(model: str, command: str) -> list[str]:
         positions = _positions(model)
     path = Path(os.path.expanduser(model)).resolve()
     name = path.stem if path.suffix.lower() == GGUF else path.name
-    if name == "model":  # of the folders that finetune writes, and of many others
+    if name == "model":  # the name of the folders that finetune writes, and of many others
         name = f"{path.parent.name}-{name}".lstrip("-")
     name = re.sub(r"[^\w.-]+", "-", name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
-    if sizes and command not in ANSWERING:  # which read few of them
+    if sizes and command not in ANSWERING:  # these commands read few of them
         values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
         print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [

@@ -73,7 +73,7 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
     with (
-        report(lambda: ""),  # from here to the end, no lines about the time that the command has taken
+        report(lambda: ""),  # from here on, no lines about the elapsed time
         tracked(cfg, "serve", served) as tracker,
         attached as sparse,
         server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor),

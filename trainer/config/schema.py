@@ -161,7 +161,7 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     written = f"; written as {name}=[{value}]" if get_origin(base) is list and is_item else ""
     if choices:
         value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
-    text = repr(value) if "\n" not in repr(value) else type(value).__name__  # of tensors and modules
+    text = repr(value) if "\n" not in repr(value) else type(value).__name__  # for tensors and modules
     wrong = value if len(choices) > 1 else text
     return f"{name}={shown(wrong)}: expected {accepted(kind)}{written or nearest(str(value), choices)}"
 

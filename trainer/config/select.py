@@ -30,7 +30,7 @@ UNTRAINED = Path(__file__).parent.parent / "methods" / "untrained"  # a file is 
 BASELINES, ROUTERS = (
     tuple(sorted(path.stem for path in (UNTRAINED / kind).glob("[!_]*.py"))) for kind in ("scores", "routers")
 )
-GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}  # by name, the module of trainer/methods/gate
+GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}  # name -> module in trainer/methods/gate
 SCORES = (*GATE_SCORES, *BASELINES)
 
 

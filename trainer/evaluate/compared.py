@@ -26,7 +26,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS, ROUTER_KINDS
 
-COMMANDS = {  # by kind of artifact that they create
+COMMANDS = {  # keyed by the kind of artifact that they create
     "gate": "train-gate",
     "kmeans": "fit-kmeans",
     "qmodel": "train-qmodel",
@@ -153,9 +153,9 @@ def with_independent(routings: Sequence[ComparedRouting], wanted: bool) -> list[
 class Compared:
     """The methods that each task compares with dense attention, and the artifacts that they were read from."""
 
-    block_selections: list[ComparedSelection]  # of sparse prefill
-    bucket_routings: list[ComparedRouting]  # of sparse decoding
-    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind
+    block_selections: list[ComparedSelection]  # for sparse prefill
+    bucket_routings: list[ComparedRouting]  # for sparse decoding
+    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # keyed by kind
     notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
 
@@ -221,9 +221,9 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
     for path, gate in gates:
         method = gate.scorer(cfg.select.scores).method.of(source=path.source)
         methods.append(ComparedSelection(method, cfg.select, gate))
-        if cfg.select.policy == "calibrated" and not path.source:  # for a comparison of the policies
+        if cfg.select.policy == "calibrated" and not path.source:  # to compare the policies
             methods.append(ComparedSelection(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
-        if cfg.select.scores != "gate" and not path.source:  # for a comparison of the scores
+        if cfg.select.scores != "gate" and not path.source:  # to compare the scores
             methods.append(ComparedSelection(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
     return methods + [
         ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))

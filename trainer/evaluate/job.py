@@ -136,7 +136,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
     haystacks = _haystacks(cfg)
     if cfg.data.heldout_path is not None and reads_data(cfg):
         check_heldout(cfg.data)
-    if cfg.data.source is not None:  # else nobody has named the text that artifacts were trained on
+    if cfg.data.source is not None:  # otherwise the training text of the artifacts is unknown
         for path, task in {path: task for task, path in haystacks.items() if path is not None}.items():
             check_apart(cfg.data, _source(path), f"eval.{task}.haystack={path}")
 

@@ -9,7 +9,7 @@ from msattn.trainer.evaluate.intervals import Interval
 from msattn.trainer.evaluate.row import EvalRow
 
 Column = tuple[str, str]  # a field of a row or of its ``extra``, and its format
-Difference = tuple[float, Interval | None]  # of two rows, with its interval; None for a single sample
+Difference = tuple[float, Interval | None]  # difference of two rows, and its interval; None for a single sample
 
 SECONDS = "seconds"  # a format: milliseconds below one second
 SPEEDUP = "x "  # start of the columns of speed-ups
@@ -24,10 +24,10 @@ class Quality(NamedTuple):
     """A measure by which the verdict judges methods; by default the score, a share where larger is better."""
 
     name: str
-    difference: Callable[[EvalRow, EvalRow], Difference]  # of two rows of the same samples, absolute or relative
+    difference: Callable[[EvalRow, EvalRow], Difference]  # between two rows of the same samples, absolute or relative
     better: int = 1  # 1 if larger values are better, else -1
     value: Callable[[EvalRow], float] = lambda row: row.score
-    form: str = ".1%"  # of the value
+    form: str = ".1%"  # format of the value
 
 
 @dataclass(frozen=True, kw_only=True)

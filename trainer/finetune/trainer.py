@@ -53,7 +53,7 @@ class FineTuner(nn.Module):
         self.selection = Selection.from_config(select, gate) if gate is not None else None
         self.gate_weight = gate_weight
         self.dtype = dtype
-        self._targets: dict[int, GateTargets] = {}  # of the current batch, by layer
+        self._targets: dict[int, GateTargets] = {}  # targets of the current batch, keyed by layer
         if gate is None:
             use_dense_attention(model)
 

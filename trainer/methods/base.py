@@ -30,7 +30,7 @@ class Method:
     trained: bool = field(default=False, compare=False)  # something was trained for it
     servable: bool = field(default=True, compare=False)  # False if it needs dense attention, or is no way to serve
     style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # keyword arguments of Axes.plot
-    other_color: str | None = field(default=None, compare=False, repr=False)  # of a second artifact of the same kind
+    other_color: str | None = field(default=None, compare=False, repr=False)  # for a second artifact of the same kind
     source: str = ""  # where a second artifact of the same kind comes from
     variants: tuple[str, ...] = ()  # differences from the way in which the method is served
 

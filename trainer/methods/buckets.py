@@ -125,7 +125,7 @@ class Router(nn.Module, ABC):
     def choose(self, scores: Tensor, budget: Budget, sizes: Sizes | None = None) -> Tensor:
         """Returns the buckets that queries with bucket ``scores [B, H, C]`` read: int32 ``[B, H, L]``, -1 is none.
 
-        ``L`` depends on shapes alone. A :class:`KeyShare` needs ``sizes``, see :meth:`visit`.
+        ``L`` depends only on shapes. A :class:`KeyShare` needs ``sizes``, see :meth:`visit`.
         """
         if isinstance(budget, Probes):
             return self.best(scores, budget.most)
@@ -262,7 +262,7 @@ def bucket_sizes(buckets: Tensor, positions: Tensor, num_buckets: int) -> Tensor
     ``buckets`` int32 ``[Hkv, N]`` are the keys' buckets, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
     """
     keys = torch.arange(buckets.shape[1], device=buckets.device)
-    first_query = torch.searchsorted(positions, keys)  # that sees the key
+    first_query = torch.searchsorted(positions, keys)  # the first query that sees the key
     entries = first_query * (num_buckets + 1) + torch.where(buckets < 0, num_buckets, buckets)
     counts = entries.new_zeros(len(buckets), (len(positions) + 1) * (num_buckets + 1))
     counts.scatter_add_(1, entries, torch.ones_like(entries))

@@ -65,7 +65,7 @@ class BlockRouter(Router):
 
     def best(self, scores: Tensor, probes: int) -> Tensor:
         """Returns the far blocks with the highest ``scores [B, H, P]``: int32 ``[B, H, L]``, -1 where a row has fewer."""
-        most = int(self.visited(torch.tensor(scores.shape[-1]), torch.tensor(probes)))  # on the host
+        most = int(self.visited(torch.tensor(scores.shape[-1]), torch.tensor(probes)))  # computed on the host
         best = scores.topk(most, dim=-1).indices
         counts = self.visited(num_far(scores), torch.full((1,), probes, device=best.device))
         return best.masked_fill(torch.arange(most, device=best.device) >= counts, -1).to(torch.int32)

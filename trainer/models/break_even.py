@@ -20,9 +20,9 @@ BREAK_EVEN: dict[int, dict[float, int]] = {
 class DecodingCost(NamedTuple):
     """Cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time."""
 
-    overhead: float  # of a step: choosing buckets, launching kernels
-    overhead_of_row: float  # of each sequence of the batch
-    factor: float  # of a byte that is read through the bucket index
+    overhead: float  # cost per step: choosing buckets, launching kernels
+    overhead_of_row: float  # cost per sequence of the batch
+    factor: float  # cost of a byte read through the bucket index, relative to a dense read
 
 
 DECODING_COST: dict[int, DecodingCost] = {
@@ -52,7 +52,7 @@ def decoding_break_even(device: torch.device, key_bytes: int, window: int, share
     cost = DECODING_COST.get(_measured_device(device, tuple(DECODING_COST)))
     if cost is None:
         return 0
-    saved = 1 - cost.factor * share  # of each key
+    saved = 1 - cost.factor * share  # saved per key
     if saved <= 0:
         return sys.maxsize
     overhead = cost.overhead / batch + cost.overhead_of_row

@@ -43,10 +43,10 @@ class Rope:
     partial_rotary_factor: Share = 1.0
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
-    alpha: Annotated[float, Interval(ge=1, le=1e6)] | None = None  # of Hunyuan
-    llama_4_scaling_beta: Annotated[float, Interval(ge=0, le=100)] | None = None  # of Ministral 3, as the next one
+    alpha: Annotated[float, Interval(ge=1, le=1e6)] | None = None  # Hunyuan
+    llama_4_scaling_beta: Annotated[float, Interval(ge=0, le=100)] | None = None  # Ministral 3, like the next one
     max_position_embeddings: Positions | None = None
-    mrope_section: list[Size] | None = None  # of models with images, whose text has equal positions in all sections
+    mrope_section: list[Size] | None = None  # for models with images; text has equal positions in all sections
     mrope_interleaved: bool = False
     finetuned: bool = False  # a note
 
@@ -82,7 +82,7 @@ class Architecture:
     head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
     max_position_embeddings: Positions = 2048
     hidden_act: Activation = "silu"
-    hidden_activation: Activation = "gelu_pytorch_tanh"  # of Gemma
+    hidden_activation: Activation = "gelu_pytorch_tanh"  # Gemma
     rms_norm_eps: Annotated[float, Interval(gt=0, le=0.1)] = 1e-6
     attention_dropout: Share | None = 0.0
     bos_token_id: TokenId | None = None
@@ -106,7 +106,7 @@ class Architecture:
     vocab_size_per_layer_input: Vocabulary | None = None
     # Layers that attend within windows and chunks, and what is done to their scores.
     layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]] | None = None
-    full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # of layers of which the others are linear attention
+    full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # every n-th layer; the others are linear attention
     linear_conv_kernel_dim: Annotated[int, Interval(ge=1, le=1024)] = 4
     linear_num_key_heads: Annotated[int, Interval(ge=1, le=4096)] = 16
     linear_num_value_heads: Annotated[int, Interval(ge=1, le=4096)] = 32

@@ -34,7 +34,7 @@ class Family:
     half_angles: bool = False  # the rotary embedding returns each angle once, not for both channels of a pair
     plain_scores: bool = True  # softmax of scaled products and nothing else, so that SDPA computes it
     complex_rope: bool = False  # RoPE is not given as cos and sin, so that only layers without RoPE are served
-    changed_after_rope: bool = False  # by norms or scales; those "before RoPE" are then the final ones, rotated back
+    changed_after_rope: bool = False  # by norms or scales; queries and keys "before RoPE" are then the final ones, rotated back
     fixed_alpha: bool = False  # "dynamic" RoPE with an alpha is ordinary RoPE with another base; other families ignore alpha
     experts: bool = False  # MLPs are mixtures of experts, whose size is another number than intermediate_size
     hashed: tuple[str, ...] = ()  # keys of the configuration that attention depends on besides those of all families
@@ -120,7 +120,7 @@ class LayerAttention(NamedTuple):
     """The attention of one layer."""
 
     layer: int
-    rotates: bool  # by RoPE
+    rotates: bool  # has RoPE
     kept: str | None  # the reason why it keeps the model's own attention; None if it is served and may be sparse
 
 
@@ -260,9 +260,9 @@ def output_logits(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
     config, head = text_config(model.config), model.get_output_embeddings()
     assert head is not None
     logits = head(hidden)
-    if divisor := getattr(config, "logits_scaling", None):  # of Granite
+    if divisor := getattr(config, "logits_scaling", None):  # Granite
         logits = logits / divisor
-    if softcap := getattr(config, "final_logit_softcapping", None):  # of Gemma
+    if softcap := getattr(config, "final_logit_softcapping", None):  # Gemma
         logits = (logits / softcap).tanh() * softcap
     return logits
 
@@ -299,7 +299,7 @@ def refusal(config: Any) -> str | None:
             f"model_type={config.model_type!s:.60}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank!s:.20}) "
             "caches latent vectors; expected a decoder that caches keys, which gates and buckets read"
         )
-    if (found := getattr(config, "use_bidirectional_attention", None)) and found != "vision":  # of images alone
+    if (found := getattr(config, "use_bidirectional_attention", None)) and found != "vision":  # "vision": only for images
         return f"use_bidirectional_attention={found!s:.20}: expected causal attention"
     if not getattr(config, "is_causal", True):
         return "is_causal=False: expected causal attention"

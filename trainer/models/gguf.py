@@ -22,7 +22,7 @@ STATED = (  # a default of transformers would be another model's
     *("max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"),
 )
-LEFT_OUT = {  # by transformers, of each architecture's own metadata
+LEFT_OUT = {  # each architecture's metadata that transformers ignores
     "attention.key_length": "head_dim",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",

@@ -37,9 +37,9 @@ class LayerInputs:
     k_nope: Tensor  # [B, Hkv, N, D]
     cos: Tensor  # [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer without RoPE
     sin: Tensor
-    scale: float  # of the scores
+    scale: float  # scale of the scores
     kv_start: Tensor | None  # int32 [B], number of padded positions before each sequence; None without padding
-    cache: Any  # of this layer (transformers' ``CacheLayerMixin``), already updated, or None
+    cache: Any  # this layer's cache (transformers' ``CacheLayerMixin``), already updated, or None
     positions: Tensor | None = None  # int64 [B or 1, N], of the current tokens in RoPE
     pooled_keys: Tensor | None = None  # fp32 [B, Hkv, Tc, P], of all blocks, for gates after cached tokens
     kv_len: Tensor | None = None  # int32 [B], number of filled positions of k and v, if they have free ones

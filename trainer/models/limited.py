@@ -14,7 +14,7 @@ import psutil
 
 from msattn.trainer.errors import UserError, first_line
 
-SECONDS = 20  # of computing
+SECONDS = 20  # seconds of computing
 WAIT = 120  # seconds for an answer, on a machine that is busy
 BYTES = 2 * 2**30
 Result = TypeVar("Result")

@@ -45,7 +45,7 @@ class Rotation:
     """The rotation of a model whose angles depend only on the position."""
 
     inv_freq: Tensor  # fp32 [r / 2], radians per token
-    scaling: float  # of cos and sin
+    scaling: float  # factor of cos and sin
     interleaved: bool = False  # layout of the pairs
 
     @classmethod

@@ -34,7 +34,7 @@ BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer
 DENSE_IMPLEMENTATION = "msattn_dense"
-_entering = threading.Lock()  # of two threads that attach one model, the second one is refused
+_entering = threading.Lock()  # if two threads attach one model, the second is refused
 
 
 class _Kept(NamedTuple):
@@ -48,7 +48,7 @@ class _Kept(NamedTuple):
     implementation: str
 
 
-_kept: dict[int, _Kept] = {}  # by the id of the configuration
+_kept: dict[int, _Kept] = {}  # keyed by the id of the configuration
 
 
 Attend = Callable[[LayerInputs], Tensor]
@@ -205,7 +205,7 @@ def _mask_of_layers(
             )
         return _mask_to_kv_start(**arguments)
     before = _kept[id(config)].implementation
-    if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers, for implementations that need no mask
+    if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers does for implementations that need no mask
         return None
     of_window: dict[str, Any] = {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
     return ALL_MASK_ATTENTION_FUNCTIONS[before](config=config, mask_function=mask_function, **of_window, **arguments)

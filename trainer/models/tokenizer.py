@@ -22,8 +22,8 @@ VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates"  # a folder of further templates
-SLOW = ("tokenizer.model", "vocab.json")  # of which transformers makes a tokenizer
-OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")  # which it reads, too
+SLOW = ("tokenizer.model", "vocab.json")  # transformers builds a tokenizer from these
+OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")  # it reads these too
 LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500  # some regular expressions fail on long texts only
 PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT  # a text to encode and decode
 
@@ -73,7 +73,7 @@ class Settings:
     padding_side: Literal["left", "right"] | None = None
     truncation_side: Literal["left", "right"] | None = None
     auto_map: dict[str, Any] | list[Any] | None = None
-    fast_tokenizer_files: list[FileName] | None = None  # for versions of transformers, read instead of tokenizer.json
+    fast_tokenizer_files: list[FileName] | None = None  # some versions of transformers read these instead of tokenizer.json
 
 
 def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":

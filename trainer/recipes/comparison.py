@@ -60,7 +60,7 @@ class Part:
     policy: str = POLICIES[0]
     baseline: str | None = None
     gate: Path | None = None
-    scores: str = "gate"  # of the gate
+    scores: str = "gate"  # which scores of the gate
     seeds: bool = False  # the rows of a gate have the seed of its training instead of the name of its run
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
@@ -75,7 +75,7 @@ def _loaded(overrides: tuple[str, ...]) -> Any:
 def _configured(part: Part, length: int) -> Any:
     """Returns the configuration of ``msattn eval`` for a part at a length."""
     sizes = [f"eval.perplexity.length={length}", *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval"))]
-    longest = f"data.seq_len={max(part.lengths)}"  # on which thresholds are calibrated
+    longest = f"data.seq_len={max(part.lengths)}"  # thresholds are calibrated at this length
     tasks = f"eval.tasks=[{','.join(part.tasks)}]"
     return compose("eval", [longest, *sizes, "eval.routers=[]", *part.overrides, tasks, f"select={part.policy}"])
 
@@ -95,7 +95,7 @@ def measure(part: Part) -> list[EvalRow]:
             with job.progress:
                 for task in part.tasks:
                     found = task_module(task).run(job)
-                    if task == "perplexity" and not methods.block_selections:  # which keeps no row of dense attention
+                    if task == "perplexity" and not methods.block_selections:  # such a part keeps no row of dense attention
                         kept.add(found, task, length, DENSE, "")
         kept.add([], "done")
     rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.baseline is None and part.gate is None)]

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PRESSES: dict[str, Callable[[Any, float], Any]] = {  # from the module kvpress and the share of the keys to remove
+PRESSES: dict[str, Callable[[Any, float], Any]] = {  # (module kvpress, share of the keys to remove) -> press
     "dense": lambda kvpress, removed: None,
     "StreamingLLM": lambda kvpress, removed: kvpress.StreamingLLMPress(removed),
     "TOVA": lambda kvpress, removed: kvpress.TOVAPress(removed),

@@ -34,7 +34,7 @@ from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.recipes import argument_parser
 
 BINS = (4, 16, 64)
-BITS = 16  # of a hash: KDEformer's buckets are sparse
+BITS = 16  # bits of a hash: KDEformer's buckets are sparse
 TOP, LATEST, DRAWN = 256, 64, 4096  # keys
 
 

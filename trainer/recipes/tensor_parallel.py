@@ -69,7 +69,7 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
         prompts = torch.randint(models.text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
         dense: Answers | None = None
         for name, attached in _cases(cfg, model, alone=alone, cuda_graphs=cuda_graphs).items():
-            release_memory()  # of the last measurement's cache and graphs
+            release_memory()  # frees the last measurement's cache and graphs
             if alone:
                 generate(model, attached, prompts[0][: max(1, length // 4)], WARMUP_TOKENS + 2)  # kernels compile
                 found = generate(model, attached, prompts[0], settings.tokens)

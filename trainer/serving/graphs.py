@@ -55,7 +55,7 @@ class Step:
         same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
         if not same or self._tokens_left < 1 or self._length != cache.get_seq_length():
             return False
-        return all(map(is_, self._buffers, buffers_of(cache)))  # on the way to each token
+        return all(map(is_, self._buffers, buffers_of(cache)))  # runs for each token
 
     def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
         """Writes the tensors of the next token, after ``length`` cached ones; most values are already on the device."""

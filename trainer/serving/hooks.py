@@ -53,7 +53,7 @@ def padding_before_text(model: Any) -> Iterator[None]:
         begun, ended = mask.cumsum(-1) > 0, mask.flip(-1).cumsum(-1).flip(-1) == 0
         return (begun & ~ended if len(mask) > 1 else begun).long()
 
-    with replaced(original.__self__, infer, name=original.__name__):  # of a PEFT model, the one inside
+    with replaced(original.__self__, infer, name=original.__name__):  # for a PEFT model, the model inside
         yield
 
 

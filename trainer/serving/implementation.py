@@ -26,7 +26,7 @@ DEFAULT = "vertical_slash"  # selection of models whose files name nothing
 METHODS = ("generate", "generate_batch", "init_continuous_batching")  # uses that begin before the first forward pass
 
 WAITING = "_msattn_first_use"  # attribute of a model that is not enabled yet: its hook, which is copied with the model
-_enabling = threading.RLock()  # of two threads that use a model first, one enables it
+_enabling = threading.RLock()  # if two threads first use a model at the same time, one enables it
 
 
 @cache

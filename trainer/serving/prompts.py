@@ -22,7 +22,7 @@ from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.graphs import no_collection, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
-MAX_LAYER_FLOP = 2.5e11  # of the matrix products of a layer, 0.5 ms on an H100: more takes longer than its launches
+MAX_LAYER_FLOP = 2.5e11  # matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
 MAX_TOKENS = 16384  # attention is not among these products
 MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
 logger = logging.getLogger(__name__)

@@ -91,7 +91,7 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
     """Returns the number of keys that the queries of ``x`` see in all rows and key/value heads."""
     rows, heads = x.k.shape[:2]
     if x.kv_len is None:
-        last = x.num_queries * (2 * x.num_keys - x.num_queries + 1) // 2  # of a row without padding
+        last = x.num_queries * (2 * x.num_keys - x.num_queries + 1) // 2  # number for a row without padding
         keys: Tensor | int = rows * last
     else:
         keys = x.kv_len.sum()

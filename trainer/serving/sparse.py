@@ -33,7 +33,7 @@ class Sparse(NotCopied):
         self.dispatch, self.statistics = dispatch, statistics
         self.selection, self.routed = dispatch.selection, dispatch.routed
         self.rotation, self.measure_recall = rotation, measure_recall
-        self.kv_heads = kv_heads  # of this rank
+        self.kv_heads = kv_heads  # heads of this rank
         self.gate = None if self.selection is None else self.selection.gate
         self.routed_layers: frozenset[int] = frozenset() if self.routed is None else self.routed.layers
         self.paged = PagedAttention(dispatch, statistics, rotation)

@@ -43,7 +43,7 @@ class Statistics:
         self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
         self._sums: Counter[Name] = Counter()
-        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # of the values on a device: fp64 scalars at fixed addresses
+        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # values on a device: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
         self._visible = self._read_densely = 0
         self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers

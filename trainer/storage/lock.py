@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from msattn.trainer.errors import UserError, free_space, print_once
 from msattn.trainer.ranks import is_main_rank
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of a file system without locks
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without locks
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from msattn.trainer.storage.documents import check_contained, check_regular, rea
 SAFETENSORS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")  # in the order of preference
 GGUF = ".gguf"  # suffix of files that hold configuration, tokenizer and weights
-MAX_BYTES = 100_000_000  # of a file that is no weights: tokenizers take up to 35 MB
+MAX_BYTES = 100_000_000  # limit for files other than weights: tokenizers take up to 35 MB
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ModelFiles:
 
 def local_folder(path: str) -> Path | None:
     """Returns the folder that ``path`` names; None if there is none."""
-    folder = os.path.expanduser(path)  # as os.path.isdir, it raises no error for any text
+    folder = os.path.expanduser(path)  # like os.path.isdir, it raises no error, whatever the text
     return Path(folder) if os.path.isdir(folder) else None
 
 

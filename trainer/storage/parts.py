@@ -41,7 +41,7 @@ class FinishedParts:
             self.remove()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(".*.new"):  # of a process that was killed
+            for leftover in folder.glob(".*.new"):  # left by a killed process
                 leftover.unlink(missing_ok=True)
             if not path.exists():
                 with replace_file(path) as new:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from msattn.trainer.errors import UserError, write_error
 
 Row = TypeVar("Row")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
     lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
     """
-    new = _sibling(path, "new")  # a killed process may have left one, which is written anew
+    new = _sibling(path, "new")  # overwritten if a killed process left one
     try:
         yield new
         sync_file(new)
@@ -84,7 +84,7 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
     except BaseException as error:
         # Built before the removal, so that the message reports the free space that the write found.
         failure = write_error(folder, error, resumes=resumes) if isinstance(error, OSError | SafetensorError) else None
-        with suppress(OSError):  # of the same disk; the next run cleans up
+        with suppress(OSError):  # the disk may fail again; the next run cleans up
             clean_up(folder, keep=keep)
         if failure is not None:
             raise failure from error

@@ -17,7 +17,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
 
 def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UserError, with the first key and both values, if the settings of ``what`` differ from those of ``now``."""
-    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))  # with the lists that JSON makes of tuples
+    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))  # JSON turns tuples into lists
     for key in before | now:
         if before.get(key) != now.get(key):
             raise UserError(

@@ -48,16 +48,16 @@ class TrainingCallback(TrainerCallback):
     tracker: Tracker
     evaluate: Callable[[], dict[str, float]] | None  # logged every ``train.eval_every`` steps and at the end
     settings: dict[str, Any]  # stored in each checkpoint, see :func:`~msattn.trainer.training.checkpoints.resume_settings`
-    previous: TrainingResult  # of the run that is resumed
+    previous: TrainingResult  # result of the run to resume
     stop_consensus: StopConsensus  # lets all ranks stop after the same step
-    tokens: int | None  # of an item, if it has any
+    tokens: int | None  # tokens per item, if items have any
 
     def __post_init__(self) -> None:
         self.losses, self.metrics = self.previous.losses, self.previous.metrics
         self.signal = 0  # the signal number that this process received; 0: none
         self.console = Console()
         self._started = time.perf_counter()
-        self._first_step: tuple[int, float] | None = None  # and the time at which it ended
+        self._first_step: tuple[int, float] | None = None  # the step and the time at which it ended
         self._passes: list[float] = []  # times at which this step's passes ended, after the step's beginning
         self._reset_sums()
 

@@ -51,10 +51,10 @@ class TrainingResult:
 class Marker:
     """Content of :data:`MARKER`."""
 
-    settings: dict[str, Any]  # of the run, see :func:`resume_settings`
+    settings: dict[str, Any]  # settings of the run, see :func:`resume_settings`
     result: TrainingResult  # at this checkpoint
     files: dict[str, str]  # hashes of all other files of the checkpoint
-    checksum: str  # of the three
+    checksum: str  # hash of the three
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:

@@ -179,7 +179,7 @@ def _ignore_data_workers(train: TrainConfig) -> None:
 def _is_lost_worker(error: BaseException) -> bool:
     """Returns True if an error means that a data worker was lost: PyTorch's own error, or a broken connection to the worker."""
     if isinstance(error, ConnectionError | EOFError):
-        return output_error() is None  # else a line could not be printed
+        return output_error() is None  # otherwise a line could not be printed
     return str(error).startswith("DataLoader worker (pid")
 
 

@@ -271,7 +271,7 @@ TASKS: dict[str, Task] = {
     "common_words": common_words,
     "frequent_words": frequent_words,
 }
-COMBINED = ("needles", "several_values", "several_keys", "tracking")  # whose questions say which facts they are about
+COMBINED = ("needles", "several_values", "several_keys", "tracking")  # tasks whose questions say which facts they are about
 
 
 def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:

@@ -24,7 +24,7 @@ NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NUMBER_DIGITS = 7
 SMALLEST = 8  # sentences, words or needles from which on the size of a sample is searched
-FEWEST_WORDS = 500  # of a haystack
+FEWEST_WORDS = 500  # words in a haystack
 
 
 class TooFewWords(ValueError):
@@ -32,7 +32,7 @@ class TooFewWords(ValueError):
 
 
 class DocumentQuestion(NamedTuple):
-    """A question, answers of which each is right, and the numbers of its own documents and of those that distract first."""
+    """A question, its valid answers, and the numbers of its own documents and of the distractors to use first."""
 
     question: str
     answers: list[str]
@@ -51,7 +51,7 @@ class Questions(NamedTuple):
 class Haystack:
     text: list[str]  # words, separated by single spaces
     words: list[str]  # its distinct words of 4 to 9 lower-case letters, sorted
-    questions: Mapping[str, Questions] = field(default_factory=dict)  # by task
+    questions: Mapping[str, Questions] = field(default_factory=dict)  # keyed by task
 
     @classmethod
     def from_text(cls, text: str) -> "Haystack":
@@ -74,7 +74,7 @@ class Sample:
     prompt: str  # the message of a user
     begun: str  # the beginning of the answer, which the model continues
     answers: list[str]  # texts that the continuation should contain
-    one_suffices: bool = False  # as each of them is the whole answer
+    one_suffices: bool = False  # each of them is a whole answer
 
     def score(self, text: str) -> float:
         """Returns the share of the answers that are in ``text``, whatever the case (RULER's ``string_match_all``).
@@ -87,9 +87,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    make: Callable[[Rng, Haystack, int, int], Sample]  # (rng, haystack, length, size) -> one of so many sentences or needles
-    new_tokens: int  # tokens that are generated
-    smallest: int = SMALLEST  # fewest sentences, words or needles of a sample
+    make: Callable[
+        [Rng, Haystack, int, int], Sample
+    ]  # (rng, haystack, length, size) -> a sample with `size` sentences or needles
+    new_tokens: int  # tokens to generate
+    smallest: int = SMALLEST  # fewest sentences, words or needles in a sample
 
     def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> list[Sample]:
         """Draws a sample for each of ``seeds`` that has with its new tokens at most ``length`` tokens, and nearly as many."""

@@ -20,7 +20,7 @@ from msattn.trainer.data.tasks.wordings import Wording
 
 Tokens = NDArray[np.int64]
 Weights = NDArray[np.float32]
-Pieces = list[tuple[Tokens, Weights]]  # of several texts
+Pieces = list[tuple[Tokens, Weights]]  # pieces of several texts
 Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tokens of text
 
 ANSWER_WEIGHT, ANSWER_LENGTH = 6.0, 512  # loss weight of answer tokens in sequences of up to 512 tokens; text has 1
@@ -30,7 +30,7 @@ NAMES = (*TASKS, COPIES)
 INTRODUCED = 0.3  # share of the exercises that begin with an instruction
 MONOTONOUS = 0.12  # share of the exercises whose text repeats a short passage
 SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space before the answer
-MOST_WORDS = 500  # that a task draws
+MOST_WORDS = 500  # words that a task draws
 WORD_CROPS, WORD_CROP = 512, 128  # number and tokens of the crops whose words keys and lists are made of
 SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MAX_PLANES = 4  # layers whose planes are drawn
 QUERY_COLOR = "#D55E00"
-PARTITION_STYLES = ((BLUE, "o"), (QUERY_COLOR, "s"))  # of the partition before and after RoPE
-LOWEST = 1e-6  # of a logarithmic axis
+PARTITION_STYLES = ((BLUE, "o"), (QUERY_COLOR, "s"))  # styles of the partition before and after RoPE
+LOWEST = 1e-6  # lower limit of logarithmic axes
 
 
 def analysis_planes(rows: list[EvalRow]) -> "Figure | None":

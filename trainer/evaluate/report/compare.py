@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-KEYS = ("rows", "config", "artifacts", "machine", "versions")  # of results.json, that a comparison reads
+KEYS = ("rows", "config", "artifacts", "machine", "versions")  # the parts of results.json that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
 
 
@@ -74,7 +74,7 @@ def read_results(folder: str) -> dict[str, Any]:
 
 
 def _rows(results: dict[str, Any]) -> list[EvalRow]:
-    """Returns the rows of a file, whose methods stand beside them by name (in earlier ones, there are only names)."""
+    """Returns the rows of a file; it describes the methods separately, by name (older files have only the names)."""
     methods = {name: Method.from_fields(each) for name, each in results.get("methods", {}).items()}
     return [
         EvalRow(**row | {"method": methods.get(row["method"], Method(row["method"])), "setting": Setting(row["setting"])})

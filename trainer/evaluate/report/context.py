@@ -22,10 +22,10 @@ class Context:
     title: str
     machine: dict[str, str]
     versions: dict[str, str]
-    commit: str | None  # of the checkout; None outside a checkout
+    commit: str | None  # commit of the checkout; None outside a checkout
     config: dict[str, Any]  # resolved, with its seeds
     artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)  # path, hash, seed and time of creation, by kind
-    notes: list[str] = field(default_factory=list)  # that the reader needs before the tables
+    notes: list[str] = field(default_factory=list)  # notes that readers need before the tables
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_LINES = 12  # of perplexity by length
+MAX_LINES = 12  # lines in the plot of perplexity by length
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)  # ticks of the time relative to dense attention
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_LINES = 6  # of sparse attention in a panel; with more, each method has the setting that reads the fewest keys
+MAX_LINES = 6  # lines of sparse attention per panel; with more, each method shows only the setting that reads the fewest keys
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 MARKERS = "osD^vP"
 DENSE_STYLES: tuple[dict[str, Any], ...] = (

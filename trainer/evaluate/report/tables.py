@@ -107,7 +107,7 @@ def filled(
     bold: Sequence[bool] | None = None,
     sections: bool = False,
 ) -> "Table":
-    """Returns ``{header: cells}`` as a table whose first column shows the cell of the first line of each group alone.
+    """Returns ``{header: cells}`` as a table; its first column shows only the first cell of each group of lines.
 
     ``sections`` leaves room between groups; ``bold`` marks lines.
     """

@@ -124,7 +124,7 @@ def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
     mask = torch.cat([pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch])
     options: dict[str, Any] = {"max_new_tokens": batch[0].max_new_tokens, "do_sample": False, "pad_token_id": padding}
 
-    ends: dict[int, int] = {}  # of the complete answers; tokens that follow are padding
+    ends: dict[int, int] = {}  # ends of the complete answers; later tokens are padding
 
     def complete(found: Tensor, scores: Any) -> Tensor:
         for row, (each, new) in enumerate(zip(batch, found[:, longest:], strict=True)):

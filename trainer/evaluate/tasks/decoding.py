@@ -42,7 +42,7 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, Toke
 from msattn.trainer.serving.attach import Sparse
 
 WARMUP_TOKENS = 4  # not measured: buckets and index are built, kernels compile, the CUDA graph is captured
-TRANSFORMERS_TOKENS = 8  # are measured of transformers alone, whose copies make each token slow
+TRANSFORMERS_TOKENS = 8  # measured for transformers alone, because its copies make each token slow
 SAME_MACHINERY = DENSE.of("same cache and graphs")
 MakeCache = Callable[[int, int], Cache]  # (batch, length) -> a cache of random keys
 Attached = Callable[[], AbstractContextManager[Sparse | None]]
@@ -85,7 +85,7 @@ def run(job: Job) -> list[EvalRow]:
             advance()
             if left_out or (case.largest_batch is not None and batch > case.largest_batch):
                 continue
-            release_memory()  # of the last measurement's cache and graphs
+            release_memory()  # frees the last measurement's cache and graphs
             try:
                 done.append((case, case.measure(batch, length)))
             except BackendUnavailable as reason:

@@ -97,7 +97,7 @@ def _damaged(folder: str | None) -> str:
     for path in sorted(Path(folder).expanduser().rglob("*.yaml")) if folder else []:
         try:
             load_yaml(path, resolve_func=False)
-        except Exception as error:  # of the YAML library, of a file that it includes, and of lm_eval
+        except Exception as error:  # from the YAML library, an included file, or lm_eval
             mark = getattr(error, "problem_mark", None)
             place = f", line {mark.line + 1}" if mark else ""
             return f"; {path}{place}: {getattr(error, 'problem', None) or first_line(error)}"
@@ -132,8 +132,8 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
     with load_failures(given, PARQUET):
         makes_prompts = callable(task.config.custom_dataset)
         for number, sample in enumerate(task.eval_docs):
-            length = sample.get("max_length") if makes_prompts else None  # as RULER's samples tell it
-            recorded = sample.get("length") if bounds else None  # as LongBench's samples tell it
+            length = sample.get("max_length") if makes_prompts else None  # RULER's samples have it
+            recorded = sample.get("length") if bounds else None  # LongBench's samples have it
             of_bin = bisect_right(bounds, recorded) if isinstance(recorded, int) else None
             groups.setdefault((length if isinstance(length, int) else None, of_bin), []).append(number)
     if not groups:

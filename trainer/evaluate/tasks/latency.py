@@ -153,7 +153,7 @@ def _attach_dense(model: PreTrainedModel, *, measure_time: bool = False) -> Iter
         with timer.measure("attention") if measure_time else nullcontext():
             return dense_attention(x)
 
-    with tap(model, timed_dense_attention), fused(decoder(model)):  # as attached models have them
+    with tap(model, timed_dense_attention), fused(decoder(model)):  # as in attached models
         seconds = partial(timer.seconds, "attention")
         yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": seconds()})
 

@@ -133,7 +133,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: Compared) -> None
 def encode_questions(tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, list[LevalQuestion]], length: int) -> list[Asked]:
     """Returns the questions of all tasks as tokens, of which each has at most ``length`` with its answer."""
     opening, reply = around_prompt(tokenizer, cfg.chat)
-    documents: dict[str, list[int]] = {}  # as several questions share one
+    documents: dict[str, list[int]] = {}  # several questions share a document
     settings, found = cfg.eval.leval, []
     for name, questions in tasks.items():
         for question in questions:

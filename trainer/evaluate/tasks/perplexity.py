@@ -35,7 +35,7 @@ from msattn.trainer.serving.attach import Sparse
 class PerplexityRun:
     """Measurements of one method: means of :class:`TokenScores` and seconds of the prefill of each text, peak MiB over all.
 
-    ``hidden`` are the last hidden states of each text, ``[1, N, hidden]`` on the CPU, of dense attention alone.
+    ``hidden`` are the last hidden states of each text, ``[1, N, hidden]`` on the CPU; kept for dense attention only.
     """
 
     losses: list[float]
@@ -71,7 +71,7 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
     loaded, length = job.loaded, len(texts[0])
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
-    runs: list[PerplexityRun] = []  # of dense attention
+    runs: list[PerplexityRun] = []  # runs of dense attention
 
     def dense(advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up

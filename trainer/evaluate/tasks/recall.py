@@ -104,7 +104,7 @@ def run(job: Job) -> list[EvalRow]:
     rows = [recall.as_row(method, label, settings.length) for (method, label), recall in blocks_first]
     for method, pictures in collect(loaded, chunks[0]["input_ids"], methods, cfg).items():
         own = [i for i, row in enumerate(rows) if row.method == method]
-        if own:  # with 0 probes alone there is only the row of the window
+        if own:  # with 0 probes only, there is just the row of the window
             rows[own[-1]] = replace(rows[own[-1]], extra=rows[own[-1]].extra | pictures)
     return rows
 

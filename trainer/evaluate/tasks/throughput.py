@@ -30,7 +30,7 @@ from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.paged import batching_config
 
-WARMUP_TOKENS = 2  # of one request, which is not measured: kernels compile
+WARMUP_TOKENS = 2  # for one unmeasured request that compiles kernels
 SAME_ENGINE = DENSE.of("same engine")
 
 
@@ -67,7 +67,7 @@ def run(job: Job) -> list[EvalRow]:
         prompts = _random_prompts(model, requests, length, job.cfg.seed)
         done: list[tuple[MethodSetting, ThroughputRun]] = []
         for case in cases:
-            release_memory()  # of the last measurement's cache and graphs
+            release_memory()  # frees the last measurement's cache and graphs
             done.append((case, measure(model, case.attach, prompts, settings)))
             advance()
         dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
@@ -130,7 +130,7 @@ def measure(
 
 def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
     """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
-    pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # of a request
+    pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # per request
     return batching_config(
         page_size=settings.page_size,
         num_blocks=pages * len(prompts) if settings.pages is None else settings.pages,

@@ -16,7 +16,7 @@ from msattn.trainer.models.families import check_shape, num_layers
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
-FEW_KEYS = 64  # of a sequence, or of all decoded tokens of a pass over pages
+FEW_KEYS = 64  # keys of a sequence, or of all decoded tokens in a pass over pages
 
 
 class KMeans(BucketRouter, artifacts.ArtifactModule):

@@ -50,7 +50,7 @@ class BatchNumbers(Dataset[int]):
 class OnlineTargets:
     """The frozen model and the prompts from which batches are drawn."""
 
-    model: "PreTrainedModel"  # of the whole partition, on the device of its centroids
+    model: "PreTrainedModel"  # the model of the whole partition, on the device of its centroids
     chunks: data.Chunks  # prompts, visited in rotation
     partition: KMeans
     cfg: TrainQModelConfig
@@ -110,7 +110,7 @@ class OnlineBatches:
         device = source.partition.centroids.device
         input_ids = source.chunks[visit % len(source.chunks)]["input_ids"].to(device)
         group = models.num_heads(source.model.config) // self.num_heads
-        candidates = CANDIDATES * -(-cfg.batch_queries // group)  # of each query head
+        candidates = CANDIDATES * -(-cfg.batch_queries // group)  # candidates per query head
         drawn = random_positions(len(input_ids), candidates, self._generator(visit))
         positions = [next(drawn).sort().values.to(device, torch.int32) for _ in range(cfg.steps_per_prompt)]
 

@@ -3,7 +3,7 @@
 Queries and targets are cached first (:mod:`msattn.trainer.methods.classifier.targets`), or drawn while the classifiers train
 (``online``). Groups of layers train together, as many at once as fit in device memory, so that a step's
 launch overhead on the host, or a pass of the model, serves many heads. The ranks of ``torchrun`` divide the cached prompts,
-then the layers. Weights and batches of a layer depend on the seed and the layer alone, and layers are independent
+then the layers. A layer's weights and batches depend only on the seed and the layer, and layers are independent
 of each other, so the result is the same for every grouping and number of ranks.
 """
 

@@ -19,7 +19,7 @@ from msattn.trainer.models.tap import LayerInputs, run_tapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MEASURED_QUERIES = 256  # of a chunk, evenly spaced
+MEASURED_QUERIES = 256  # queries per chunk, evenly spaced
 
 
 class DecodeGateDistiller(GateDistiller):

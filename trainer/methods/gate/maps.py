@@ -23,8 +23,8 @@ class BlockMaps:
     a key.
     """
 
-    layers: list[int]  # to choose three from
-    num_heads: int  # of the model
+    layers: list[int]  # of which three are drawn
+    num_heads: int  # heads of the model
     heads: int = 2  # query heads that are stored
     side: int = MAX_SIDE  # larger maps are max-pooled to this size
     maps: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)

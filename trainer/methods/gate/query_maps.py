@@ -14,7 +14,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
-SCORES_AT_ONCE = 2**26  # of all heads; 256 MB
+SCORES_AT_ONCE = 2**26  # scores of all heads; 256 MB
 
 
 def sample_queries(input_ids: Tensor, count: int, first: int) -> Tensor:

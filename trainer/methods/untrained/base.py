@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from msattn.trainer.models.tap import LayerInputs
 
 BLOCK_SIZE = 16  # keys
-CHUNK_BYTES = 2**28  # of the scores of single queries that are in memory at once
+CHUNK_BYTES = 2**28  # bytes in memory at once for scores of single queries
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from msattn.trainer.models import tokenizer as tokenizers
 from msattn.trainer.recipes.teachers.plans import Plan, Stage
 from msattn.trainer.storage.model_files import ModelFiles
 
-SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # of the crops of text
+SHARES = {"books": 0.65, "code": 0.2, "library": 0.15}  # shares of the text crops
 STANDARD_LIBRARY = "code-python-stdlib"  # begins the names of files with modules of the library, also of held-out ones
 DEV_SHARE = 0.02  # share of every book, at its end, that is held out for the metrics during training
 
@@ -62,7 +62,7 @@ def check_lengths(tokens: Mapping[str, np.ndarray], plan: Plan) -> None:
 
 
 class Texts:
-    """Tokens of the training text: those of each source in :data:`SHARES`, and ``dev``, those of the ends of the books."""
+    """Tokens of the training text, for each source in :data:`SHARES`, and as ``dev`` tokens from the ends of the books."""
 
     def __init__(self, sources: Mapping[str, Iterable[Document]], tokenizer: PreTrainedTokenizerFast) -> None:
         books = list(sources["books"])

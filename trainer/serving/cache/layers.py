@@ -38,7 +38,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self) -> None:
         self.key_buffer, self.value_buffer = Buffer(), Buffer()
-        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}  # by poolings and block size
+        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}  # keyed by poolings and block size
         super().__init__()
 
     @property

@@ -22,7 +22,7 @@ class PromptChunk(NamedTuple):
 
     first: int
     queries: int  # new tokens
-    keys: int  # with theirs
+    keys: int  # including the new tokens
     table: Tensor  # int32 [pages]
     pooled: int  # leading blocks whose pooled keys are known before the pass
     ends_prompt: bool  # no other chunk of the prompt follows

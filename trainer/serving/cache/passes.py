@@ -53,7 +53,7 @@ class PagedPass:
     state: PagedState
     pages: Tensor  # int64 [T], where the key of each token goes, with the offsets
     offsets: Tensor
-    decoded: Sequences | None  # with one new token
+    decoded: Sequences | None  # sequences with one new token
     prompts: list[Prompts]  # the others, in groups
 
     @classmethod

@@ -36,14 +36,14 @@ class PooledKeys:
         starts = None if x.kv_start is None else x.kv_start.long()
         first = known * size + (0 if starts is None else int(starts.min()))
         parts = [] if self.blocks is None else [self.blocks]
-        if first < x.num_keys:  # else another gate with the same poolings has added them
+        if first < x.num_keys:  # otherwise another gate with the same poolings has added them
             tail = keys_before_rope(x, first, rotation)
             offset = None if starts is None else starts + known * size - first
             parts.append(pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset))
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
-        missing = -(-x.num_keys // size) - pooled.shape[2]  # of sequences with padding
+        missing = -(-x.num_keys // size) - pooled.shape[2]  # happens for sequences with padding
         return F.pad(pooled, (0, 0, 0, missing)) if missing else pooled
 
     def crop(self, num_keys: int) -> None:

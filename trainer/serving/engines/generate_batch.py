@@ -23,7 +23,7 @@ from msattn.trainer.serving.sparse import Sparse
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-MAX_REQUESTS = 256  # at a time by default: each takes memory for the slots that it reads, as many as the longest may have
+MAX_REQUESTS = 256  # default limit of concurrent requests: each takes memory for the slots of the longest possible request
 MAX_BUCKETS = torch.iinfo(torch.int16).max
 
 
@@ -50,7 +50,7 @@ class Managers:
 
     def __init__(self, original: Any, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
-        self.model = original.__self__  # of a PEFT model, the one inside
+        self.model = original.__self__  # for a PEFT model, the model inside
         self.original_batch = self.model.generate_batch
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, tap
 
 POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
-MIN_CHUNKS = 4  # of training text
+MIN_CHUNKS = 4  # chunks of training text
 BEFORE, AFTER = KMeans.method, KMeans.method.of(ROPE)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.trainer.models.tap import LayerInputs
 
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the keys or blocks
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the keys or blocks
 BATCH_SCORES = 2**23  # scores of a batch of queries; the largest of several temporary tensors holds int64 of as many
 
 

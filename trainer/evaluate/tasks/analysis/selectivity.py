@@ -55,9 +55,9 @@ def stages_of_buckets(scores: Tensor, buckets: Tensor, probes: list[int], far: T
 def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) -> tuple[Tensor, Tensor, Tensor]:
     """Computes attention over ``v [M, D]`` after each of ``num_stages`` stages, and over all keys as a last one.
 
-    Keys whose ``stage [group or 1, n, M]`` is ``num_stages`` or above are read by dense attention alone. Returns the outputs
-    ``[group, n, num_stages + 1, D]``, the share of the attention mass that is read ``[group, n, num_stages + 1]``, and that of
-    the visible keys ``[group or 1, n, num_stages + 1]``.
+    Only dense attention reads keys whose ``stage [group or 1, n, M]`` is ``num_stages`` or above. Returns the outputs
+    ``[group, n, num_stages + 1, D]``, the share of the attention mass that is read, ``[group, n, num_stages + 1]``, and the
+    share of the visible keys that is read, ``[group or 1, n, num_stages + 1]``.
     """
     logits = queries.logits.masked_fill(~queries.visible, -torch.inf)
     if queries.sinks is not None:
@@ -66,7 +66,7 @@ def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) 
     stage = stage.clamp(max=num_stages)
     empty = weights.new_zeros(num_stages + 1)
     mass = empty.expand(*weights.shape[:2], -1).clone().scatter_add_(-1, stage.expand_as(weights), weights).cumsum(-1)
-    mass = mass + of_sinks.sum(-1, keepdim=True)  # which every stage has in its softmax
+    mass = mass + of_sinks.sum(-1, keepdim=True)  # in the softmax of every stage
     seen = queries.visible.float().expand(stage.shape)
     keys = empty.expand(*stage.shape[:2], -1).clone().scatter_add_(-1, stage, seen).cumsum(-1)
     out = torch.stack([torch.where(stage == s, weights, 0) @ v for s in range(num_stages + 1)], dim=-2).cumsum(-2)

@@ -13,7 +13,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.models.tap import LayerInputs
 
 SCORED = 0.01  # share of the keys whose mass is the score of a row
-QUERY_BLOCKS = 4  # of a chunk
+QUERY_BLOCKS = 4  # per chunk
 ALL, FAR = "all keys", "outside the window"
 MASS_IN_KEYS = Method("mass in top keys", "all keys, mean")
 MASS_IN_BLOCKS = Method("mass in top blocks", "prefill blocks, mean")

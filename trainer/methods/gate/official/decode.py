@@ -2,14 +2,14 @@
 
 Their scores are those of ``DecodeGate``. Three differences are folded into the weights:
 
-- ``Qavgproj`` projects the mean of a group's queries, ``Qavg`` takes it as it is: here the projection of each query is a part
-  of theirs, or of the identity.
+- ``Qavgproj`` projects the mean of a group's queries, ``Qavg`` uses the mean directly: here the projection of each query is a
+  part of that projection, or of the identity.
 - The weights of an RMSNorm are shared by the heads: here each head has its own copy.
 - YaRN's attention factor multiplies their rotated queries and keys: here the projections, or the norms after them.
 
-Blocks that are complete after a prompt are rotated at their first position, as in the training of these gates. The authors'
-code rotates those that new tokens complete at the position of the token that does, the last one (since the repair of their
-issue 37), and so do imported gates, unless ``finished_at="first"``.
+Blocks that are complete after a prompt are rotated at their first position, as in the training of these gates. Blocks
+that new tokens complete are rotated at their last position, that of the completing token, in the authors' code (since the fix
+of their issue 37); imported gates do the same unless ``finished_at="first"``.
 """
 
 import re

@@ -11,7 +11,7 @@ from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.methods.untrained.scores.random import STYLE
 from msattn.trainer.models.families import num_kv_heads
 
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # keyed by bytes per number
 MASK = 2**32 - 1
 
 

@@ -29,9 +29,9 @@ from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings,
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
-WAITING_BODIES = 4  # of the greatest size, whose bytes all bodies may have together that arrive or wait to be encoded
-SHORT_BODY = 2**14  # bytes of a body that is read beside them all the same
-LONG_BODY = 2**16  # bytes of a body that is encoded apart from shorter ones
+WAITING_BODIES = 4  # bodies of the greatest size; all that arrive or wait to be encoded may have so many bytes together
+SHORT_BODY = 2**14  # bytes; bodies up to this size are read beyond that limit
+LONG_BODY = 2**16  # bytes; longer bodies are encoded apart from shorter ones
 OPEN = ("/health",)  # paths that need no key
 QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
 
@@ -57,7 +57,7 @@ class Service:
             encode = PromptEncoder(tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=default_tokens)
             return asyncio.Lock(), encode  # tokenizers are not for several threads at once
 
-        self._encoders = encoder(engine.loaded.tokenizer), encoder(deepcopy(engine.loaded.tokenizer))  # of long bodies
+        self._encoders = encoder(engine.loaded.tokenizer), encoder(deepcopy(engine.loaded.tokenizer))  # short, long bodies
 
     def app(self) -> Starlette:
         """Returns the routes as an application, in which each error is an object of OpenAI's form."""
@@ -72,7 +72,7 @@ class Service:
             ],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
-        app.router.redirect_slashes = False  # to a host that the client names
+        app.router.redirect_slashes = False  # redirects would go to a host that the client names
         return app
 
     async def list_models(self, request: Request) -> Response:

@@ -24,7 +24,7 @@ from msattn.trainer.serving.engines.http.sampling import MAX_LOGPROBS
 MAX_CHOICES = 16  # answers to one request
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
-OTHER_VALUES = 1000  # of a body whose prompt has a value for each token; each takes up to hundreds of bytes of memory
+OTHER_VALUES = 1000  # values allowed in a body besides a value per prompt token; each takes up to hundreds of bytes of memory
 STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
 
 Number = Annotated[float, Field(allow_inf_nan=False)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from msattn.trainer.serving.sparse import Sparse
 
 BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
-REQUESTS_ON_CPU = 8  # of the greatest length, for which a CPU's cache has room
+REQUESTS_ON_CPU = 8  # a CPU's cache has room for so many requests of the greatest length
 
 
 def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:

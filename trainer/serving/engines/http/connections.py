@@ -49,7 +49,7 @@ class Connection(H11Protocol):
     def _close_if_idle(self) -> None:
         left = self.since + HEAD_SECONDS - time.monotonic()
         if self.idle and left <= 0:
-            self.transport.close()  # after what is left of an answer
+            self.transport.close()  # after sending the rest of an answer
         else:
             self._timer = self.loop.call_later(left if self.idle else HEAD_SECONDS, self._close_if_idle)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FAILED = ApiError(500, "the server failed while generating the answer")
 STOPPED = ApiError(503, "the server is shutting down; the answer is not complete", code="unavailable")
 NO_WAY_ON = ApiError(400, "response_format: no token can continue the answer under this schema", param="response_format")
-STOP_SECONDS = 10.0  # for the pass of the model that runs when the manager is stopped
+STOP_SECONDS = 10.0  # for the model's current pass when the manager is stopped
 
 
 class Pages(NamedTuple):
@@ -115,7 +115,7 @@ class Engine:
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
         self._temperature, self._top_p = (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
-        self._seeds = random.Random(cfg.seed)  # of requests without one
+        self._seeds = random.Random(cfg.seed)  # seeds for requests without one
         self._manager = self._create_manager()
         vocabulary = text_config(loaded.model.config).vocab_size
         self._sampler = self._manager.logit_processor = Sampler(cfg.server.max_running, vocabulary, loaded.model.device)
@@ -202,7 +202,7 @@ class Engine:
             self._arriving -= 1
 
     def check_places(self, more: int) -> None:
-        """Raises ApiError if there are not so many more places among the waiting answers."""
+        """Raises ApiError if the queue of waiting answers has no room for ``more``."""
         most = self._cfg.server.max_waiting
         if self._arriving + self.waiting + more > most:
             raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full")

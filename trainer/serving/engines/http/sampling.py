@@ -90,13 +90,13 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses the tokens of a pass; the methods without a docstring are those that the manager calls of its own list."""
+    """Chooses the tokens of a pass; the methods without a docstring are those that the manager calls on its own list."""
 
     tensors_required, do_processing = 0, True
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self.vocabulary = vocabulary
-        self.samplings: list[Sampling] = []  # of the requests with a new token, by row
+        self.samplings: list[Sampling] = []  # those of the requests with a new token, by row
         self._numbers = torch.ones(5, rows, 1, device=device)
         self._bias = torch.zeros(rows, vocabulary, device=device)
         self._biased: set[int] = set()  # rows that are not 0

@@ -71,8 +71,8 @@ class Metadata:
     state: PagedState
     given: CommonAttentionMetadata  # maybe with requests and tokens of padding
     rotation: Rotation
-    rotates: list[bool]  # for each layer whether it has RoPE
-    dtype: torch.dtype  # of the model
+    rotates: list[bool]  # whether each layer has RoPE
+    dtype: torch.dtype  # dtype of the model
     current: PagedPass = field(init=False)
     positions: Tensor = field(init=False)  # int64 [1, T]
     cos: Tensor = field(init=False)  # [1, T, r]
@@ -220,7 +220,7 @@ class Impl(AttentionImpl[Metadata]):
 
 def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for ``llm.collective_rpc(stats)``."""
-    return dict(_sparse(worker).stats())  # of a type that the messages between vLLM's processes know
+    return dict(_sparse(worker).stats())  # a type that vLLM's processes can exchange
 
 
 def clear_stats(worker: Any) -> None:
