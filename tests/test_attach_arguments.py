@@ -114,7 +114,7 @@ def test_a_policy_is_named() -> None:
         ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
         (
             {"qmodel": "qest"},
-            r"^qmodel=qest: accepted are clusters, .*, embedded, the folder .*artifact \(did you mean quest\?\)",
+            r"^qmodel=qest: expected clusters, .*, embedded, the folder .*artifact \(did you mean quest\?\)",
         ),
     ],
 )

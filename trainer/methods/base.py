@@ -90,7 +90,7 @@ def check_finite(name: str, module: "nn.Module") -> None:
     """Raises UserError, which begins with ``name``, if a weight of ``module`` is NaN or infinite."""
     for weight, values in module.state_dict().items():
         if not values.isfinite().all():
-            raise UserError(f"{name}: its {weight} holds values that are not finite; accepted are numbers")
+            raise UserError(f"{name}: its {weight} holds values that are not finite; expected numbers")
 
 
 class Scorer(Protocol):

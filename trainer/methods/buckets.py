@@ -39,14 +39,14 @@ class Router(nn.Module, ABC):
     method: ClassVar[Method]
     grouping: ClassVar[Literal["buckets", "blocks", "clusters"]] = "buckets"  # what a cache keeps of the keys
     predicts_attention: ClassVar[bool] = False  # scores are, or become, probabilities, so that shares of keys are calibrated
-    num_buckets: int  # of each key/value head
+    num_buckets: int  # buckets per key/value head
     block_size: int = 1  # keys of a bucket that are summarized together
     layers: list[int]  # indices of the model's routed layers
-    kv_heads: int  # of the model
-    rope: bool = False  # a variant of the method that takes keys and queries after RoPE
-    artifact: "Artifact | None" = None  # that was loaded; None for a router that was created
-    thresholds: KeyThresholds | None = None  # calibrated ones, of a router that predicts attention
-    routing_warning: str | None = None  # for those who serve or measure the router
+    kv_heads: int  # key/value heads of the model
+    rope: bool = False  # a variant of the method that uses keys and queries after RoPE
+    artifact: "Artifact | None" = None  # the loaded artifact; None for a newly created router
+    thresholds: KeyThresholds | None = None  # calibrated thresholds of a router that predicts attention
+    routing_warning: str | None = None  # shown when the router is served or measured
 
     @property
     def assigner(self) -> "Router":
@@ -61,7 +61,7 @@ class Router(nn.Module, ABC):
         """Raises UserError for a model with another shape or without the routed layers, and for weights that are not finite."""
         check_shape("qmodel", {"num_kv_heads": self.kv_heads}, config)
         fits = set(self.layers) <= set(range(num_layers(config)))
-        require(fits, "qmodel.layers", self.layers, f"accepted are layers from 0 to {num_layers(config) - 1}")
+        require(fits, "qmodel.layers", self.layers, f"expected layers from 0 to {num_layers(config) - 1}")
         for layer in attention_layers(config):
             kept = layer.kept is not None and layer.layer in self.layers
             require(not kept, "qmodel.layers", layer.layer, f"not accepted: {layer.kept}")
@@ -82,7 +82,7 @@ class Router(nn.Module, ABC):
             raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
         if keys is None:
             ok = 0 <= probes <= self.num_buckets
-            require(ok, "probes", probes, f"accepted are 0 to {self.num_buckets:,}, the number of buckets")
+            require(ok, "probes", probes, f"expected 0 to {self.num_buckets:,}, the number of buckets")
             return Probes(probes)
         if keys >= 1:
             raise UserError(f"keys={keys:g}: a number of keys needs a decode gate, whose blocks are equally large")

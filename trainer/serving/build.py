@@ -155,7 +155,7 @@ def _decoding(router: Router | None, options: AttachOptions, config: "PreTrained
     router.check_model(config)
     numbers, layers = router.decode_numbers(given), num_layers(config)
     ok = max(numbers["dense_layers"], default=0) < layers
-    require(ok, "dense_layers", numbers["dense_layers"], f"accepted are 0 to {layers - 1}")
+    require(ok, "dense_layers", numbers["dense_layers"], f"expected 0 to {layers - 1}")
     budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
     return {"budget": budget, **numbers}
 

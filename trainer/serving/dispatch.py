@@ -30,7 +30,7 @@ class Dispatch:
     selection: Selection | None
     routed: RoutedDecoding | None
     dense_below: int  # number of keys below which prompts are dense, because that is faster
-    routed_from: Callable[[int], int]  # number of keys from which the new tokens of so many sequences read buckets
+    routed_from: Callable[[int], int]  # number of sequences -> number of keys from which their new tokens read buckets
 
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""

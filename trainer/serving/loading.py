@@ -54,7 +54,7 @@ def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
         one_of("qmodel", qmodel, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
     artifact = load(artifacts.find(qmodel, *ROUTER_KINDS))
     if isinstance(artifact, Gate):
-        accepted = "accepted is a qmodel, a decode_gate or a kmeans artifact"
+        accepted = "expected a qmodel, a decode_gate or a kmeans artifact"
         raise UserError(f"qmodel={qmodel}: this is a gate for prefill; {accepted}")
     return artifact
 
@@ -62,7 +62,7 @@ def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
 def check_model(model: Any) -> None:
     """Raises UserError for an object that is not a model, and like :func:`msattn.trainer.models.families.check_supported`."""
     is_model = isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
-    require(is_model, "model", repr(model), "accepted is a causal language model of transformers")
+    require(is_model, "model", repr(model), "expected a causal language model of transformers")
     check_supported(model.config)
 
 
@@ -71,12 +71,12 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     policy, scorer = selection.policy, selection.scorer
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
-    accepted = f"accepted is a policy, e.g. TopK(0.5), or one for each of {num_layers(config)} layers"
+    accepted = f"expected a policy, e.g. TopK(0.5), or one for each of {num_layers(config)} layers"
     require(ok, "select.policy", repr(policy), accepted)
     ok = callable(scorer) and isinstance(getattr(scorer, "block_size", None), int)
-    require(ok, "select.scorer", repr(scorer), "accepted is a scorer, e.g. Quest()")
+    require(ok, "select.scorer", repr(scorer), "expected a scorer, e.g. Quest()")
     gate, served = selection.gate, served_layers(config)
     if gate is not None:
         check_shape("gate", gate.model_shape(), config)
-        require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"accepted are the layers {served}")
+        require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"expected the layers {served}")
         check_finite("gate", gate)

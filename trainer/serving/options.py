@@ -54,7 +54,7 @@ class ArtifactOptions(ReadOptions):
         default=None,
     )
     qmodel: Annotated[Router | str | Path | None, Instance(QMODEL)] = key(
-        "the router of decoding: a query classifier, a decode gate or a k-means, given like ``gate``, or a training-free router "
+        "the decoding router: a query classifier, a decode gate or a k-means, given like ``gate``, or a training-free router "
         "by name (``quest``; a folder of that name is ``./quest``) or as an object. New tokens read the dense window and "
         "``probes`` buckets, or blocks of decode gates.",
         default=None,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
 PAGE_SIZE = 256
-CACHE_SHARE_OF_MEMORY = 0.8  # of the free memory, by default: buckets and pooled keys lie beside the cache
-DENSE_BLOCK_SIZE = 64  # of passes without a block mask
+CACHE_SHARE_OF_MEMORY = 0.8  # default share of the free memory: buckets and pooled keys need room next to the cache
+DENSE_BLOCK_SIZE = 64  # for passes without a block mask
 
 
 def batching_config(**options: Any) -> "ContinuousBatchingConfig":

@@ -28,7 +28,7 @@ class RoutedDecoding:
     recent: int
     sink: int
     dense_layers: InitVar[tuple[int, ...]]
-    independent: bool = False  # each query head visits buckets of its own; otherwise a query group shares them
+    independent: bool = False  # each query head visits its own buckets; otherwise a query group shares them
     measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
     statistics: Statistics
 

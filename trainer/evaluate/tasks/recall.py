@@ -115,7 +115,7 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     for routing in methods.bucket_routings:
         exact = routing.recent + routing.sink
         if length <= exact:
-            raise UserError(f"eval.recall.length={length}: accepted is more than recent + sink = {exact} tokens")
+            raise UserError(f"eval.recall.length={length}: expected more than recent + sink = {exact} tokens")
         least = routing.router.block_size - 1
         if routing.recent < least:
             # The block of the first key before the window would have keys after the query in its summary.

@@ -66,11 +66,11 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
             centroids.ndim == 4 and centroids.numel() > 0 and centroids.dtype == torch.float32,
             "qmodel.centroids",
             f"{centroids.dtype} {list(centroids.shape)}",
-            "accepted is float32 [layers, key/value heads, buckets, size], none of them 0",
+            "expected float32 [layers, key/value heads, buckets, size], none of them 0",
         )
         number = num_layers(config)
         fits = len(layers) == len(centroids) == len({*layers} & {*range(number)})
-        require(fits, "qmodel.layers", layers, f"accepted are {len(centroids)} different layers from 0 to {number - 1}")
+        require(fits, "qmodel.layers", layers, f"expected {len(centroids)} different layers from 0 to {number - 1}")
         check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
         super().check_model(config)
 

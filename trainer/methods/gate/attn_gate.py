@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 NORM_EPS = 1e-6
-BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # of gates whose artifacts do not record them
-TARGET, MEAN_WEIGHT = "mass", 0.5  # until they are chosen
+BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # for gates whose artifacts do not record them
+TARGET, MEAN_WEIGHT = "mass", 0.5  # used until they are chosen
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 

@@ -125,7 +125,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         if keys is None or keys < 1:
             return super().budget(probes=probes, keys=keys)
         size, most = self.block_size, self.block_size * self.num_buckets
-        accepted = f"accepted are {size} (a block) to {most:,} keys, or a share of them"
+        accepted = f"expected {size} (a block) to {most:,} keys, or a share of them"
         require(size <= keys <= most, "keys", f"{keys:g}", accepted)
         return Probes(int(keys) // size)
 

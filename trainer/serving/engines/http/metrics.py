@@ -14,7 +14,7 @@ from msattn.trainer.training.tracker import Tracker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
 LOG_SECONDS = 10.0  # between two logs to a tracker
-END_SECONDS = 5.0  # for the last one; reading the metrics waits for the model's pass
+END_SECONDS = 5.0  # time limit of the last reading, which waits for the model's pass
 STATS_SECONDS = 1.0  # what the model has read is cached for this time: asking for it delays the next pass
 STATS = {
     "sparsity": "Share of the causally visible blocks that prompts did not read, since startup",

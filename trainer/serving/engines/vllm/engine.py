@@ -18,7 +18,7 @@ from msattn.trainer.serving.implementation import configured_options
 from msattn.trainer.serving.options import AttachOptions, artifact_options
 from msattn.trainer.serving.sparse import Sparse
 
-SECTION = "msattn"  # of additional_config
+SECTION = "msattn"  # key in additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
