@@ -218,9 +218,9 @@ def test_a_card_that_links_elsewhere_is_not_published(hub: Hub, push, run_folder
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
-        ("POST /", 401, "does not accept the token"),
+        ("POST /", 401, "rejected the token"),
         ("POST /api/repos/create", CUT, "the Hugging Face Hub cannot be reached"),
-        ("/preupload/", 403, "no permission to write there"),
+        ("/preupload/", 403, "no permission to write to it"),
         ("PUT /lfs", 503, "503"),
         ("/commit/", CUT, "cannot be reached"),
     ],
@@ -245,7 +245,7 @@ def test_no_permission_no_network_and_public_repositories(
 ) -> None:
     hub.create(NAME)
     assert "exists and is public; push without --private" in push(run_folder, NAME, "--private")[1]
-    for token, message in ((READER, "no permission to write there"), ("hf_unknown", "does not accept the token")):
+    for token, message in ((READER, "no permission to write to it"), ("hf_unknown", "rejected the token")):
         monkeypatch.setenv("HF_TOKEN", token)
         for name in (NAME, "someone/new"):
             code, out = push(run_folder, name)

@@ -75,7 +75,7 @@ def test_a_split_can_be_the_held_out_text(here: Path) -> None:
     assert texts(cfg, True) == [f"validation row {number}" for number in range(30)]
     names = [{document.name for document in documents(cfg, heldout=heldout)} for heldout in (False, True)]
     assert not names[0] & names[1]
-    with pytest.raises(UserError, match=r"data\.heldout_split=train: another split than data\.split"):
+    with pytest.raises(UserError, match=r"data\.heldout_split=train: expected another split than data\.split"):
         DataConfig("hub", path="set", heldout_split="train")
 
 

@@ -159,4 +159,4 @@ def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
     monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
-    assert len(re.findall(r"eval reads .*standard library, as no text was chosen; --data ", capsys.readouterr().err)) == lines
+    assert len(re.findall(r"no text was chosen, so eval reads .*standard library; --data ", capsys.readouterr().err)) == lines

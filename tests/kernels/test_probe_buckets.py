@@ -119,7 +119,7 @@ def test_operator(backend: Backend, device: str) -> None:
     [
         ({"probes": 21}, "probes=21"),
         ({"kv_heads": 3}, "kv_heads=3"),
-        ({"threshold": 0.5}, "threshold=0.5: expected with sizes"),
+        ({"threshold": 0.5}, "threshold=0.5: expected a number with sizes"),
         ({"sizes": torch.ones(1, 2, 20, dtype=torch.int32)}, "threshold=None"),
         ({"sizes": torch.ones(1, 2, 20), "threshold": 0.5}, "sizes is torch.float32"),
         ({"sizes": torch.ones(1, 2, 19, dtype=torch.int32), "threshold": 0.5}, "sizes is torch.int32 \\(1, 2, 19\\)"),

@@ -60,7 +60,7 @@ def test_every_task_measures_the_gates(trained: Path, text: str) -> None:
     )
     loaded, found = found_methods(cfg)
     calibration.calibrate_routers(found, cfg, loaded)
-    assert any(note.startswith("decode gate: its artifact holds no thresholds") for note in found.notes)
+    assert any(note.startswith("decode gate: its artifact has no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
     assert [str(each.method) for each in with_k_means(found).bucket_routings] == [], "their blocks are no partition"
     rows = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]

@@ -256,7 +256,7 @@ def test_chunks_longer_than_the_positions_are_refused(root):
     [
         (
             {"gate": GateConfig(phase="decode", block_size=16, recent=95)},
-            r"gate\.recent=95: gate\.sink \+ gate\.recent below data\.seq_len=96",
+            r"gate\.recent=95: expected gate\.sink \+ gate\.recent below data\.seq_len=96",
         ),
         ({"gate": GateConfig(block_size=16, skip_rows=6)}, r"gate\.skip_rows=6"),
         ({"train": TrainConfig(lr=1e-3, steps=1, compile=True)}, r"train\.compile"),
