@@ -73,7 +73,7 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train-gate", *NEW, "model.architecture.model_type=gpt2"], "model_type=gpt2: accepted are llama, mistral"),
+        (["train-gate", *NEW, "model.architecture.model_type=gpt2"], "model_type=gpt2: expected llama, mistral"),
         (
             ["train-gate", *NEW, "model.architecture.num_attention_heads=3"],
             "not a multiple of the number of attention heads (3)",
@@ -82,15 +82,15 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
         (["train-gate", *NEW, "data.path=latin1.txt"], "latin1.txt: not UTF-8 at byte 3"),
         (["train-gate", *TRAINED], "outputs/tiny/base/gate: an artifact already exists"),
         (["fit-kmeans", *NEW, "kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
-        (["train-qmodel", *BY_KMEANS, "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: accepted is kmeans"),
+        (["train-qmodel", *BY_KMEANS, "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: expected kmeans"),
         (["train-qmodel", *BY_KMEANS, "qmodel.long_range=500"], "qmodel.long_range=500"),
-        (["train-qmodel", *BY_KMEANS, "train.max_grad_norm=1"], "train.max_grad_norm=1.0: accepted is 0"),
+        (["train-qmodel", *BY_KMEANS, "train.max_grad_norm=1"], "train.max_grad_norm=1.0: expected 0"),
         (
             ["train-qmodel", *TRAINED, "qmodel.long_range=8", "overwrite=true", "resume=true", "qmodel.causal=true"],
             "cache has data=[",
         ),
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
-        (["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: accepted is gate"),
+        (["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: expected gate"),
         (["generate", *SMALL, "name=none", "--prompt", "a"], "no artifact to try"),
         (["generate", *SMALL, "--prompt", text(4096)], "positions for 4096 tokens"),
         (["generate", "--prompt", " "], "--prompt: empty"),

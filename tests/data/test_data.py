@@ -244,7 +244,7 @@ def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokeniz
         ("cut.txt.zst", zstd(bytes(range(256)))[:-90], r"data\.path=.*cut\.txt\.zst: .*[Tt]runcated"),
         ("cut.parquet", b"PAR1" + bytes(40), r"data\.path=.*cut\.parquet: .*[Pp]arquet"),
         ("rows.parquet", parquet(id=[1], body=["a"]), r"data\.column=text: .*rows\.parquet has no such column .*: id, body\)"),
-        ("gap.parquet", parquet(text=["a", None]), r"data\.column=text: .*row 1 has None in this column, accepted is text"),
+        ("gap.parquet", parquet(text=["a", None]), r"data\.column=text: .*row 1 has None in this column, expected text"),
         ("broken.jsonl", b'{"text": "a"}\n{"text"', r"data\.path=.*broken\.jsonl, line 2: not JSON"),
         ("other.jsonl", b'{"body": "a"}', r"data\.column=text: .*line 1 has no such column \(it has: body\)"),
         ("list.jsonl", b"[1]", r"data\.column=text: .*line 1 has no such column \(it has: a list, not an object\)"),

@@ -40,12 +40,12 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
     ("arguments", "message"),
     [
         (["--msattn", "{"], "--msattn {: no JSON"),
-        (["--msattn", "[1]"], "--msattn [1]: accepted is a JSON object"),
-        (["--msattn", "{}", "--new", "1"], "--new=1: accepted are at least 2"),
-        (["--msattn", "{}", "--length", "0"], "--length=0: accepted are at least 1"),
-        (["--msattn", "{}", "--length", "64", "--shared", "64"], "--shared=64: accepted are 0, and with --requests"),
-        (["--msattn", "{}", "--json", "/nowhere/figures.json"], "--json=/nowhere/figures.json: accepted is a file in a folder"),
-        (["--msattn", "{}", "--json", "/tmp"], "--json=/tmp: accepted is a file"),
+        (["--msattn", "[1]"], "--msattn [1]: expected a JSON object"),
+        (["--msattn", "{}", "--new", "1"], "--new=1: expected at least 2"),
+        (["--msattn", "{}", "--length", "0"], "--length=0: expected at least 1"),
+        (["--msattn", "{}", "--length", "64", "--shared", "64"], "--shared=64: expected 0 or, with at least 2 --requests"),
+        (["--msattn", "{}", "--json", "/nowhere/figures.json"], "--json=/nowhere/figures.json: expected a file in a folder"),
+        (["--msattn", "{}", "--json", "/tmp"], "--json=/tmp: expected a file"),
         (["--msattn", "{}", "--length", "5000"], "vLLM: "),  # the model has 4096 positions
         (["--msattn", "{}", "--engine", '{"enforce_eagre": true}'], "--engine=enforce_eagre: vLLM has no such parameter (did"),
     ],

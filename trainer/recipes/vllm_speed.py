@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     require(fits, "--shared", args.shared, "expected 0 or, with at least 2 --requests, a number below --length")
     if find_spec("vllm") is None:
         raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
-    file = Path(args.json).resolve() if args.json else None  # of a link, the target is replaced
+    file = Path(args.json).resolve() if args.json else None  # if it is a link, the target is replaced
     ok = file is None or ((file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK))
-    require(ok, "--json", file, "accepted is a file in a folder that can be written")
+    require(ok, "--json", file, "expected a file in a folder that can be written")
     requests = args.length, args.requests, args.new, args.shared
     found = {name: _in_process(args.model, engine, given, *requests) for name, given in (("vLLM", None), ("msattn", options))}
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")

@@ -291,7 +291,10 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     ("arguments", "message"),
     [
         ([], "eval.harness.tasks=[]: expected one or more tasks of lm_eval"),
-        (["eval.harness.tasks=[a]", "eval.harness.include_path=gone"], "eval.harness.include_path=gone: expected a folder with YAML"),
+        (
+            ["eval.harness.tasks=[a]", "eval.harness.include_path=gone"],
+            "eval.harness.include_path=gone: expected a folder with YAML",
+        ),
         (["eval.harness.tasks=[a]", "eval.harness.lengths=[9999999]"], "eval.harness.lengths=9999999: the model has positions"),
         (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
     ],

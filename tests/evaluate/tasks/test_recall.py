@@ -112,7 +112,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
     assert classifier.own_settings() == [(Setting("far keys", 0.2), 0.2)]
     assert kmeans.own_settings() == [(Setting("probes", 4), 4)]
     assert kmeans.settings([1], [0.5]) == [(Setting("probes", 1), 1)]
-    assert "classifier: its artifact holds no thresholds" in found.notes[-1]
+    assert "classifier: its artifact has no thresholds" in found.notes[-1]
 
     rows = {(str(row.method), str(row.setting)): row for row in rows_of(recall, loaded, cfg, found)}
     name = "classifier, calibrated"
