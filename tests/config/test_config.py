@@ -111,7 +111,7 @@ def test_every_option_composes(group: str) -> None:
         ("eval", "probes=-1", "probes=-1: expected an integer in [0, 1e6], or null"),
         ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: expected a list, each a number in [0.001, 0.5]"),
         ("train-gate", "gate.phase=decoding", "gate.phase=decoding: expected prefill, decode (did you mean decode?)"),
-        ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: gate.sink + gate.recent below"),
+        ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: expected gate.sink + gate.recent below"),
         ("serve", "chat=true", "chat=True: expected null"),
         ("serve", "dense=true artifacts.gate=embedded", "dense=True: expected false with artifacts.gate"),
         ("generate", "keys=0.05 probes=2", "keys=0.05: probes=2 is given too"),

@@ -98,7 +98,7 @@ def test_the_identity_of_a_dataset_is_that_of_its_files(here: Path) -> None:
         ({"source": None, "heldout_path": "c"}, r"data\.heldout_path=c: only data=text reads it; .*data=stdlib"),
         ({"source": "text", "path": "a", "heldout_split": "test"}, r"data\.heldout_split=test: only data=hub reads it"),
         ({"source": "text", "path": "a", "revision": "main"}, r"data\.revision=main: only data=hub reads it"),
-        ({"source": "stdlib", "cache": " "}, r"data\.cache=' ': null, or a folder"),
+        ({"source": "stdlib", "cache": " "}, r"data\.cache=' ': expected null, or a folder"),
     ],
 )
 def test_keys_that_would_be_ignored_are_refused(options: dict[str, Any], message: str) -> None:

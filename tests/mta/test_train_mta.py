@@ -100,8 +100,11 @@ def test_a_stopped_run_resumes_to_the_same_weights(
     [
         ("mta.attention=multi", "mta.attention=multi: expected plain, multi_token"),
         ("mta.asked=3", "mta.asked=3: expected at most mta.letters=2"),
-        ("mta.letters=17", "mta.letters=17: at most 16 with mta.attention=multi_token"),
-        ("mta.hidden_size=24", "mta.hidden_size=24: mta.num_heads=2 times a head size that is a multiple of 8 up to 256"),
+        ("mta.letters=17", "mta.letters=17: expected at most 16 with mta.attention=multi_token"),
+        (
+            "mta.hidden_size=24",
+            "mta.hidden_size=24: expected mta.num_heads=2 times a head size that is a multiple of 8 up to 256",
+        ),
     ],
 )
 def test_settings_that_cannot_train_are_refused(
