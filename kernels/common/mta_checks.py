@@ -20,7 +20,7 @@ def check_convolution(weight: Tensor, mask: str, q: Tensor) -> None:
             f"of 1 to {MAX_CONV_SIZE} queries and keys"
         )
     if mask not in get_args(ConvMask):
-        raise ValueError(f"mask={mask!r}: expected one of {get_args(ConvMask)}")
+        raise ValueError(f"mask={mask!r}: expected one of {', '.join(get_args(ConvMask))}")
     _check_dtype_and_device(weight, q)
 
 

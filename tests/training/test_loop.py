@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import TrackerConfig, TrainConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, fit, newest_checkpoint
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
@@ -211,3 +213,14 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there are no training data"):
         run(Regression(), tmp_path, dataset=Points(0))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ranks", "expected"), [(9, 2, [[0, 2], [1, 3]]), (1, 2, [[0], [0]]), (9, 6, [[i] for i in range(6)])]
+)
+def test_each_rank_calibrates(chunks: int, ranks: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four chunks; ranks without one would miss the collective calls of the others."""
+    for rank in range(ranks):
+        state = SimpleNamespace(process_index=rank, num_processes=ranks)
+        monkeypatch.setattr("msattn.trainer.training.distributed.PartialState", lambda state=state: state)
+        assert [*rank_shard(cast(Any, [*range(chunks)]), 4, each_rank=True)] == expected[rank]

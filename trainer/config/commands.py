@@ -198,8 +198,8 @@ class ArtifactsConfig:
         "folder or Hub id of a k-means, or embedded; null: the one of the same model and name, if any", default=None
     )
     qmodel: Text | None = key(
-        "folder or Hub id of query classifiers, or embedded, or (generate, serve) a router without training, e.g. quest; null: "
-        "those of the same model and name, if any",
+        "folder or Hub id of query classifiers, or embedded, or a router without training (generate: e.g. quest; serve: "
+        "random); null: those of the same model and name, if any",
         default=None,
     )
     decode_gate: Text | None = key(

@@ -129,7 +129,7 @@ class GateConfig:
     target: Annotated[Text, OneOf(TARGETS)] | None = key(
         "prefill: pooling of the block map that gates learn; mass: sum of probabilities over a block's keys, maximum over the "
         "row block's queries; mean_mass: the same with the mean over queries; max (the paper): the largest probability; null: "
-        "mass or mean_mass, whichever true map changes predictions less (finetune: mass)",
+        "mass or mean_mass, whichever true map changes predictions less",
         default=None,
     )
     mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(

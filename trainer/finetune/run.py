@@ -251,7 +251,7 @@ def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: d
     trained.load_state_dict(gather_weights(gate, torch.float32))
     trained.to(loaded.model.device)
     trained.always = always_read(cfg.select, gate.always)._replace(dense_queries=0)
-    trained.thresholds = gate_thresholds(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+    trained.thresholds = gate_thresholds(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True))
     metrics = gate_recall(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
         write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, without_layers(metrics))

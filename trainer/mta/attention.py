@@ -203,7 +203,7 @@ def _check(attention: Any, kernel: tuple[int, int] | None, mask: str, head_mixin
     if kernel is not None and (len(kernel) != 2 or min(kernel) < 1):
         raise UserError(f"kernel={kernel}: expected (queries, keys), 1 or more each, or None")
     if mask not in get_args(ConvMask):
-        raise UserError(f"mask={mask!r}: expected {get_args(ConvMask)}")
+        raise UserError(f"mask={mask!r}: expected one of {', '.join(get_args(ConvMask))}")
     if head_mixing not in (None, "scores", "group"):
         raise UserError(f"head_mixing={head_mixing!r}: expected 'scores', 'group', None")
     if head_mixing == "scores" and kernel is not None:

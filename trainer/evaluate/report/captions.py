@@ -32,7 +32,7 @@ CAPTIONS = {
     ),
     "perplexity": (
         "Increase of perplexity over dense attention, against sparsity. Lower is better. <i>Oracle</i> selects blocks by the "
-        "true attention map. This is the default target of gates, but it saves no time, because the map needs dense attention. "
+        "true attention map (gate.target=mass). It saves no time, because the map needs dense attention. "
         "Bars are 95 % intervals of the difference from dense attention on the same chunks. The scale is linear within 1 % and "
         "logarithmic above; methods far above are only counted."
     ),

@@ -41,7 +41,8 @@ class PrefillReads:
             selection = self.method.selection(self.select)
             size, scores = selection.block_size, selection.scorer(x)
             visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
-            self.maps.add(x.layer, visible, Oracle(size)(x), scores, selection.choose(scores, x) > 0)
+            target = "mass" if selection.gate is None else selection.gate.cfg.target
+            self.maps.add(x.layer, visible, Oracle(size, target)(x), scores, selection.choose(scores, x) > 0)
 
     def data(self) -> dict[str, Any]:
         """Returns the maps as nested lists, with None for invisible blocks."""

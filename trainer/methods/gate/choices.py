@@ -82,12 +82,12 @@ def _least_change(
     ]
     with activity(f"choosing among {', '.join(scorers)}"):
         total = torch.zeros(len(scorers) + 1, dtype=torch.float64, device=teacher.device)  # and the number of chunks
-        for chunk in chunks[:CHUNKS]:  # none on some of many ranks
+        for chunk in chunks[:CHUNKS]:
             total += _changes(selections, teacher, chunk["input_ids"])
     *sums, count = reduce_over_ranks(total, "sum").tolist()
     changes = {name: each / count for name, each in zip(scorers, sums, strict=True)}
     best = min(changes, key=changes.__getitem__)
-    tried = ", ".join(f"{name}: {change:.4f}" for name, change in changes.items())
+    tried = ", ".join(f"{name}: {change:.3g}" for name, change in changes.items())
     print_once(f"{best} changes predictions least (KL in nats; {tried})")
     return best, tables[best]
 

@@ -43,7 +43,7 @@ def largest_in_blocks(x: "LayerInputs", positions: Tensor, block_size: int, *, s
     found = []
     for some, probabilities in _few_queries(x, positions):
         left_out = (keys < sink) | (keys > (some - recent)[:, None])
-        blocks = _as_blocks(probabilities.masked_fill(left_out, 0), block_size)
+        blocks = _as_blocks(probabilities.masked_fill_(left_out, 0), block_size)
         found.append(blocks.amax(-1).amax(2))
     return torch.cat(found, dim=2)
 
@@ -61,13 +61,8 @@ def _few_queries(x: "LayerInputs", positions: Tensor) -> Iterator[tuple[Tensor, 
     keys = torch.arange(x.num_keys, device=x.q.device)
     for some in positions.split(max(1, SCORES_AT_ONCE // (x.q.shape[0] * x.q.shape[1] * x.num_keys))):
         q = (x.q[:, :, some].to(dtype) * x.scale).unflatten(1, (k.shape[1], -1))  # [B, Hkv, group, n, D]
-        scores = x.capped(q.flatten(2, 3) @ k).unflatten(2, q.shape[2:4])
-        scores = scores.masked_fill(keys > some[:, None], -torch.inf)
-        if x.sinks is None:
-            yield some, scores.softmax(-1)
-        else:
-            sinks = x.sinks.to(dtype).view(*q.shape[1:3], 1, 1).expand(*scores.shape[:4], 1)
-            yield some, torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        scores = (q.flatten(2, 3) @ k).unflatten(2, q.shape[2:4])
+        yield some, scores.masked_fill_(keys > some[:, None], -torch.inf).softmax(-1)
 
 
 def _as_blocks(values: Tensor, block_size: int) -> Tensor:

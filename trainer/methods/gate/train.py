@@ -20,7 +20,8 @@ from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDist
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, SHORT_ROWS, Allocation, BlockThresholds, calibrate_blocks
-from msattn.trainer.training.distributed import rank_shard
+from msattn.trainer.training.checkpoints import describe_last_checkpoint
+from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
 from msattn.trainer.training.tracker import Tracker
@@ -47,6 +48,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, cfg.gate.kind)
     artifacts.check_writable(folder, cfg.overwrite)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    init_process_state(loaded.model.device)
     models.check_length(loaded.model.config, cfg.data.seq_len)
     chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
@@ -54,20 +56,18 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     work = folder.parent / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        decides = cfg.data.seq_len > SHORT_ROWS * cfg.gate.block_size  # shorter chunks are read whole
-        if isinstance(gate, Gate) and decides and cfg.gate.target is None:
-            choose_target(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS))
+        if isinstance(gate, Gate) and cfg.gate.target is None and _leaves_out(cfg):
+            choose_target(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True))
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
-        items = rank_shard(chunks, CALIBRATION_CHUNKS)
-        if isinstance(gate, Gate) and decides and cfg.gate.mean_weight is None:
-            before = gate.cfg
-            choose_mean_weight(gate, loaded.model, items)
-            if gate.cfg != before:  # the recalls in training were those of the weight before
+        before = gate.cfg
+        try:
+            _calibrate(cfg, gate, loaded, chunks)
+            if gate.cfg != before:  # the recalls in training were those of another weight
                 metrics |= without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
-        elif isinstance(gate, Gate):
-            gate.thresholds = gate_thresholds(gate, loaded.model, items)
-        else:
-            gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
+        except KeyboardInterrupt as stop:
+            raise type(stop)(
+                f"stopped after training; resume=true continues; {describe_last_checkpoint(work / 'checkpoints')}"
+            ) from stop
         tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same gates
             write_gate(folder, gate, cfg, loaded, chunks, metrics)
@@ -75,6 +75,22 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     if PartialState().is_main_process:
         artifacts.print_summary(folder, metrics)
     return folder
+
+
+def _leaves_out(cfg: TrainGateConfig) -> bool:
+    """Returns whether sparse prefill of a chunk leaves out blocks before its last token, so that predictions can change."""
+    return cfg.data.seq_len - 1 > SHORT_ROWS * cfg.gate.block_size
+
+
+def _calibrate(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> None:
+    """Measures the thresholds of trained gates and, unless it is given, chooses the weight of means."""
+    items = rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True)
+    if isinstance(gate, DecodeGate):
+        gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
+    elif cfg.gate.mean_weight is None and _leaves_out(cfg):
+        choose_mean_weight(gate, loaded.model, items)
+    else:
+        gate.thresholds = gate_thresholds(gate, loaded.model, items)
 
 
 def gate_thresholds(
@@ -95,7 +111,7 @@ def _train(
 ) -> dict[str, Any]:
     """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
     identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
-    settings = {"gate": asdict(cfg.gate), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
+    settings = {"gate": asdict(gate.cfg), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
     _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
         distiller(gate, loaded.model),
@@ -148,7 +164,7 @@ def write_gate(
         folder,
         kind=gate.cfg.kind,
         tensors=gate.state_dict(),
-        config=asdict(cfg),
+        config=asdict(cfg) | ({"gate": asdict(gate.cfg)} if isinstance(cfg, TrainGateConfig) else {}),
         model=loaded.fingerprint,
         details=gate.details() | served,
         data=chunks.fingerprint,
