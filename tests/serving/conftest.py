@@ -3,7 +3,7 @@
 import pytest
 
 from msattn.trainer.serving.cache import buffer
-from msattn.trainer.serving.steps import DecodingSteps
+from msattn.trainer.serving.graphs import Step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -11,7 +11,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=DEVICES)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A device on which single tokens are steps; on the CPU they are launched kernel by kernel."""
-    monkeypatch.setattr(DecodingSteps, "device_type", request.param)
+    monkeypatch.setattr(Step, "device_type", request.param)
     return request.param
 
 

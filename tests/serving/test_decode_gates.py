@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.steps import DecodingSteps
+from msattn.trainer.serving.graphs import Step
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, random_decode_gate
 from tests.serving.decoding import check_steps, close, generate, models
@@ -122,7 +122,7 @@ def test_steps_equal_ordinary_passes(
     with attach(model, **options) as sparse:
         steps, read = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
         check_steps(sparse, where, 69 - 1)  # the index was rebuilt once
-    monkeypatch.setattr(DecodingSteps, "device_type", "none")
+    monkeypatch.setattr(Step, "device_type", "none")
     with attach(model, **options) as sparse:
         ordinary, expected = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
     close(steps, ordinary)

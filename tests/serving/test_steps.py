@@ -13,7 +13,6 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.graphs import Step
-from msattn.trainer.serving.steps import DecodingSteps
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.sparse import gate_for
@@ -44,7 +43,7 @@ def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytes
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (50, 41)])
     with attach(model, **ROUTED) as sparse:
         steps, read = generate(model, ids, mask, max_new_tokens=150), sparse.stats()
-    monkeypatch.setattr(DecodingSteps, "device_type", "none")
+    monkeypatch.setattr(Step, "device_type", "none")
     with attach(model, **ROUTED) as sparse:
         ordinary, expected = generate(model, ids, mask, max_new_tokens=150), sparse.stats()
     close(steps, ordinary)

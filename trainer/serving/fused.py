@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from msattn.kernels.common.checks import FLOATS
-from msattn.kernels.decoder_layer import gated_silu, rms_norm
+from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.stand_ins import NotCopied, replaced
-from msattn.trainer.serving.graphs import concurrently
+from msattn.trainer.models.tap import PAGES, TAP, LayerInputs
+from msattn.trainer.serving.cache.layers import GrowingLayer
+from msattn.trainer.serving.graphs import CurrentStep, NoGraph, Step, concurrently
+from msattn.trainer.serving.sparse import Sparse
 
 
 @contextmanager
@@ -50,6 +54,70 @@ class FusedMLP(_Fused):
             return self.original(x)
         gate, up = concurrently(x, lambda: self.module.gate_proj(x), lambda: self.module.up_proj(x))
         return self.module.down_proj(gated_silu(gate, up))
+
+
+class FusedAttention(_Fused):
+    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts without gradients."""
+
+    def __init__(self, module: Any, layer: int, sparse: Sparse, current: CurrentStep) -> None:
+        super().__init__(module)
+        self.layer, self.sparse, self.current = layer, sparse, current
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step, hidden = self.current.step, args[0] if args else kwargs["hidden_states"]
+        if step is None and not self._is_prompt(hidden, kwargs):
+            return self.original(*args, **kwargs)
+        cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
+        cos, sin = kwargs["position_embeddings"]
+        q_nope, k_nope, v = _project_heads(self.module, hidden)
+        if step is None:
+            cache_layer.reserve(k_nope, v)
+        keys: Any = cache_layer.key_buffer.memory
+        values: Any = cache_layer.value_buffer.memory
+        if not q_nope.dtype == cos.dtype == keys.dtype:
+            if step is None:
+                return self.original(*args, **kwargs)
+            raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
+        position = cache_layer.get_seq_length() if step is None else step.position
+        q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
+        kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
+        of_layer = q_nope, k_nope, cos, sin, self.module.scaling
+        if step is None:
+            cache_layer.add_tokens(q.shape[2])
+            start, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+            keys, values = (each[:, :, : cache_layer.get_seq_length()] for each in (keys, values))
+            x = LayerInputs(self.layer, q, keys, values, *of_layer, start, cache_layer, positions)
+            out = self.sparse.attend(x)
+        else:
+            x = LayerInputs(self.layer, q, keys, values, *of_layer, step.kv_start, cache_layer, kv_len=step.kv_len)
+            out = self.sparse.attend_step(x, step.window, dense=step.dense)
+        return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
+
+    def _is_prompt(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Returns True if this pass supports several tokens after those in a cache."""
+        cache, cos, mask = kwargs.get("past_key_values"), kwargs["position_embeddings"][0], kwargs.get("attention_mask")
+        device = hidden.device.type
+        if cache is None or hidden.shape[1] < 2 or device != Step.device_type or not (mask is None or mask.ndim == 1):
+            return False
+        if kwargs.get(PAGES) is not None or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            return False
+        layer, size = cache.layers[self.layer], self.module.head_dim
+        held = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
+        alike = held is None or (held.dtype == hidden.dtype and held.device == hidden.device)
+        return isinstance(layer, GrowingLayer) and alike and cos.dtype == hidden.dtype and cos.shape[2] == size
+
+
+def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of a layer like Llama's, before RoPE."""
+    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
+
+    def project(*names: str) -> list[Tensor]:
+        return [getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in names]
+
+    (q,), (k, v) = concurrently(hidden_states, partial(project, "q"), partial(project, "k", "v"))
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _is_fusable(x: Tensor, weight: Tensor) -> bool:

@@ -26,8 +26,14 @@ _capturing = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
+class NoGraph(Exception):
+    """Raised if a token cannot be decoded with lengths on the device; the message gives the reason."""
+
+
 class Step:
     """The tensors of a step, at fixed addresses, and its graph once it is captured."""
+
+    device_type = "cuda"  # of the devices on which tokens are decoded in steps
 
     def __init__(self, signature: tuple, inputs: dict[str, Tensor], *, dense: bool, padded: bool) -> None:
         first = next(iter(inputs.values()))
@@ -103,6 +109,12 @@ class Step:
             raise
         graph.capture_end()
         self.graph = graph
+
+
+class CurrentStep(threading.local):
+    """The step that the current thread runs, if any."""
+
+    step: Step | None = None
 
 
 def buffers_of(cache: Any) -> list[Buffer]:

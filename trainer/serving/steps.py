@@ -6,7 +6,6 @@ enlarge buffers and rebuild the bucket index.
 """
 
 import logging
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,18 +20,17 @@ from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from msattn.kernels.decoder_layer import rotate_and_append
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.stand_ins import NotCopied, replaced
-from msattn.trainer.models.tap import PAGES, TAP, LayerInputs, left_padding
-from msattn.trainer.serving.cache.layers import GrowingLayer
+from msattn.trainer.models.tap import left_padding
 from msattn.trainer.serving.dispatch import BY_CHOICE
-from msattn.trainer.serving.fused import fused
+from msattn.trainer.serving.fused import FusedAttention, fused
 from msattn.trainer.serving.graphs import (
+    CurrentStep,
+    NoGraph,
     Step,
     buffers_of,
-    concurrently,
     no_collection,
     on_capture_stream,
     side_stream,
@@ -46,30 +44,18 @@ OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_posi
 logger = logging.getLogger(__name__)
 
 
-class NoGraph(Exception):
-    """Raised if a token cannot be decoded with lengths on the device; the message gives the reason."""
-
-
-class _Current(threading.local):
-    """The step that the current thread runs."""
-
-    step: Step | None = None
-
-
 class DecodingSteps(NotCopied):
     """Forward pass of an attached decoder: steps over single tokens where possible, otherwise the original pass.
 
     With ``cuda_graphs`` steps are captured; otherwise they are launched kernel by kernel.
     """
 
-    device_type = "cuda"
-
     def __init__(self, decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.decoder, self.sparse = decoder, sparse
         self.cuda_graphs = cuda_graphs and next(decoder.parameters()).is_cuda
         self.original = decoder.forward
         self.never = _never_steps(decoder)
-        self.current = _Current()
+        self.current = CurrentStep()
         self.prompts = PromptGraphs(decoder, sparse.statistics) if self.cuda_graphs and self.never is None else None
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -84,7 +70,7 @@ class DecodingSteps(NotCopied):
         measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
         if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
             return output
-        if inputs is None or measured or cache.get_seq_length() == 0 or _tokens(inputs).device.type != self.device_type:
+        if inputs is None or measured or cache.get_seq_length() == 0 or _tokens(inputs).device.type != Step.device_type:
             return self._ordinary_pass(arguments)
         try:
             self._check(arguments)
@@ -157,7 +143,7 @@ class DecodingSteps(NotCopied):
             raise NoGraph("other outputs than the last hidden states are asked for")
         if torch.is_grad_enabled():
             raise NoGraph("gradients are recorded")
-        if torch.is_autocast_enabled(self.device_type):
+        if torch.is_autocast_enabled(Step.device_type):
             raise NoGraph("autocast is on")
         if self.never is not None:
             raise NoGraph(self.never)
@@ -288,70 +274,6 @@ def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int
     return padding if any(padding) else []
 
 
-class FusedAttention(NotCopied):
-    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts without gradients."""
-
-    def __init__(self, module: Any, layer: int, steps: DecodingSteps) -> None:
-        self.module, self.layer, self.steps = module, layer, steps
-        self.original = module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        step, hidden = self.steps.current.step, args[0] if args else kwargs["hidden_states"]
-        if step is None and not self._is_fusable(hidden, kwargs):
-            return self.original(*args, **kwargs)
-        cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
-        cos, sin = kwargs["position_embeddings"]
-        q_nope, k_nope, v = _project_heads(self.module, hidden)
-        if step is None:
-            cache_layer.reserve(k_nope, v)
-        keys: Any = cache_layer.key_buffer.memory
-        values: Any = cache_layer.value_buffer.memory
-        if not q_nope.dtype == cos.dtype == keys.dtype:
-            if step is None:
-                return self.original(*args, **kwargs)
-            raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
-        position = cache_layer.get_seq_length() if step is None else step.position
-        q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
-        kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
-        of_layer = q_nope, k_nope, cos, sin, self.module.scaling
-        if step is None:
-            cache_layer.add_tokens(q.shape[2])
-            start, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-            keys, values = (each[:, :, : cache_layer.get_seq_length()] for each in (keys, values))
-            x = LayerInputs(self.layer, q, keys, values, *of_layer, start, cache_layer, positions)
-            out = self.steps.sparse.attend(x)
-        else:
-            x = LayerInputs(self.layer, q, keys, values, *of_layer, step.kv_start, cache_layer, kv_len=step.kv_len)
-            out = self.steps.sparse.attend_step(x, step.window, dense=step.dense)
-        return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
-
-    def _is_fusable(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Returns True if this pass supports several tokens after those in a cache."""
-        cache, cos, mask = kwargs.get("past_key_values"), kwargs["position_embeddings"][0], kwargs.get("attention_mask")
-        device = hidden.device.type
-        if cache is None or hidden.shape[1] < 2 or device != self.steps.device_type or not (mask is None or mask.ndim == 1):
-            return False
-        if kwargs.get(PAGES) is not None or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
-            return False
-        layer, size = cache.layers[self.layer], self.module.head_dim
-        held = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
-        alike = held is None or (held.dtype == hidden.dtype and held.device == hidden.device)
-        return isinstance(layer, GrowingLayer) and alike and cos.dtype == hidden.dtype and cos.shape[2] == size
-
-
-def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of a layer like Llama's, before RoPE."""
-    shape = (*hidden_states.shape[:2], -1, attention.head_dim)
-
-    def project(*names: str) -> list[Tensor]:
-        return [getattr(attention, f"{name}_proj")(hidden_states).view(shape) for name in names]
-
-    (q,), (k, v) = concurrently(hidden_states, partial(project, "q"), partial(project, "k", "v"))
-    if hasattr(attention, "q_norm"):
-        q, k = attention.q_norm(q), attention.k_norm(k)
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
 def _never_steps(decoder: Any) -> str | None:
     """Returns the reason why no token of a decoder can be decoded in a step, or None."""
     devices = sorted({str(parameter.device) for parameter in decoder.parameters()})
@@ -370,12 +292,13 @@ def _never_steps(decoder: Any) -> str | None:
 def decoding_steps(decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
     """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see :class:`DecodingSteps`."""
     layers: Any = decoder.layers
-    if all(parameter.device.type not in (DecodingSteps.device_type, "meta") for parameter in decoder.parameters()):
+    if all(parameter.device.type not in (Step.device_type, "meta") for parameter in decoder.parameters()):
         yield
         return
     with fused(decoder), ExitStack() as replacements:
         steps = DecodingSteps(decoder, sparse, cuda_graphs=cuda_graphs)
         for number, layer in enumerate(layers) if steps.never is None else ():
-            replacements.enter_context(replaced(layer.self_attn, FusedAttention(layer.self_attn, number, steps)))
+            attention = FusedAttention(layer.self_attn, number, sparse, steps.current)
+            replacements.enter_context(replaced(layer.self_attn, attention))
         replacements.enter_context(replaced(decoder, steps))
         yield
