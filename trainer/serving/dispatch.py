@@ -7,7 +7,7 @@ new token, or over a few such as draft tokens, reads the dense window and the bu
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +18,19 @@ from msattn.trainer.serving.routed import RoutedDecoding
 
 BY_CHOICE, FALLBACK = "dense_by_choice", "dense_fallbacks"  # names under which dense passes are counted
 INT32_MAX = torch.iinfo(torch.int32).max
+Attention = TypeVar("Attention")
+
+
+class Decision(NamedTuple, Generic[Attention]):
+    """Decision how the attention of a layer is computed in a pass."""
+
+    attention: Attention | None  # None: dense
+    dense_reason: str | None = None  # the name under which the dense pass is counted; None: it is not
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Decides from lengths how the attention of a layer is computed.
-
-    A decision is what computes attention; or None, with the name under which the dense pass is counted, if it is.
-    """
+    """Decides from lengths how the attention of a layer is computed."""
 
     selection: Selection | None
     routed: RoutedDecoding | None
@@ -36,31 +41,27 @@ class Dispatch:
         """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
-    def of_prompt(
-        self, queries: int, keys: int, *, known: bool = True, ends: bool = True
-    ) -> tuple[Selection | None, str | None]:
+    def of_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Decision[Selection]:
         """Decides for a prompt, or for a chunk after which it ``ends``.
 
         ``known`` says whether a gate has what it needs of cached keys.
         """
         if self.selection is None:
-            return None, None
+            return Decision(None)
         if keys < self.dense_below or (ends and queries <= self.selection.always.dense_queries):
-            return None, BY_CHOICE
-        return (self.selection, None) if known or self.selection.gate is None else (None, FALLBACK)
+            return Decision(None, BY_CHOICE)
+        return Decision(self.selection) if known or self.selection.gate is None else Decision(None, FALLBACK)
 
-    def of_tokens(
-        self, layer: int, keys: int | None, batch: int, *, known: bool = True
-    ) -> tuple[RoutedDecoding | None, str | None]:
+    def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Decision[RoutedDecoding]:
         """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
 
         It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
         if self.routed is None or layer not in self.routed.layers:
-            return None, None
+            return Decision(None)
         if keys is not None and self.dense_for(keys, batch):
-            return None, BY_CHOICE
-        return (self.routed, None) if known else (None, FALLBACK)
+            return Decision(None, BY_CHOICE)
+        return Decision(self.routed) if known else Decision(None, FALLBACK)
 
     def dense_for(self, keys: int, batch: int) -> int:
         """Returns for how many more keys of each sequence new tokens stay dense, after ``keys``; 0: they read buckets."""

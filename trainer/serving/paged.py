@@ -23,7 +23,7 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
 from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
-from msattn.trainer.serving.dispatch import Dispatch
+from msattn.trainer.serving.dispatch import Decision, Dispatch
 from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
 
@@ -125,7 +125,7 @@ class PagedAttention:
             dense = rows.longest is not None and self.dispatch.dense_for(rows.longest, len(rows.kv_len)) > 0
             self.statistics.add_visible(keys, all_read=dense)
         if sizes is not None and rows is not None and not dense:
-            rows.counted = sizes.begin(rows.table, rows.kv_len)
+            rows.counted_len = sizes.begin(rows.table, rows.kv_len)
         elif sizes is not None:
             sizes.forget()
         return current
@@ -175,10 +175,10 @@ class PagedAttention:
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
         cache = PagedKeys(*current.state.pages(x.layer), rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
-        routed, counted = self.dispatch.of_tokens(x.layer, rows.longest, len(rows.kv_len))
+        routed, dense_reason = self.dispatch.of_tokens(x.layer, rows.longest, len(rows.kv_len))
         if routed is None:
-            if counted is not None:
-                self.statistics.count(counted)
+            if dense_reason is not None:
+                self.statistics.count(dense_reason)
             return paged_flash_decode(q, cache, **scores).out.squeeze(2)
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(current.state)[: len(q)]
@@ -198,9 +198,9 @@ class PagedAttention:
         """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
         assert self.routed is not None
         where = (state.buckets[layer], rows.table, rows.kv_len)
-        if state.sizes is None or rows.counted is None:
+        if state.sizes is None or rows.counted_len is None:
             return paged_bucket_sizes(*where, num_buckets=self.routed.router.num_buckets)
-        return state.sizes.count(layer, *where, rows.counted)
+        return state.sizes.count(layer, *where, rows.counted_len)
 
     def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
@@ -216,21 +216,21 @@ class PagedAttention:
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         else:
             for item in prompts.items:
-                self.statistics.add_dense(x.layer, self._decided(current.state, item)[1])
+                self.statistics.add_dense(x.layer, self._decided(current.state, item).dense_reason)
         cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
-    def _decided(self, state: PagedState, item: PromptChunk) -> tuple[Selection | None, str | None]:
+    def _decided(self, state: PagedState, item: PromptChunk) -> Decision[Selection]:
         """Decides for a sequence with several new tokens; keys that are not pooled yet are new or can be recovered."""
         recovered = self.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
         return self.dispatch.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
-        return self._decided(state, item)[0] is not None
+        return self._decided(state, item).attention is not None
 
     def _sequence(self, x: LayerInputs, current: PagedPass, item: PromptChunk) -> LayerInputs:
         """Returns the inputs of one sequence: its new queries, and the keys that the selection needs."""
@@ -261,12 +261,12 @@ class PagedAttention:
 
     def state_options(self, config: Any, requests: int) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
-        routed, gate, counted = self.routed, None if self.gate is None else self.gate.cfg, 0
+        routed, gate, num_buckets = self.routed, None if self.gate is None else self.gate.cfg, 0
         if routed is not None and isinstance(routed.budget, KeyShare):
-            counted = routed.router.num_buckets
+            num_buckets = routed.router.num_buckets
         with_buckets = () if routed is None else routed.layers
         of_layers = {"bucket_layers": with_buckets, "gated_layers": served_layers(config)}
-        return {**of_layers, "gate": gate, "requests": requests, "counted": counted}
+        return {**of_layers, "gate": gate, "requests": requests, "num_buckets": num_buckets}
 
     def _counter(self, state: PagedState) -> Tensor:
         """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every size share."""

@@ -106,11 +106,11 @@ class Sparse(NotCopied):
         if self.dispatch.is_prompt(x.num_queries, x.num_keys):
             return self._prompt(x)
         known = layer is not None and not x.q.requires_grad  # attention over buckets has no gradient
-        routed, counted = self.dispatch.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
+        routed, dense_reason = self.dispatch.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
         if routed is not None and layer is not None:
             return routed.attend(x, layer, self._short_rows(x, x.num_keys))
-        if counted is not None:
-            self.statistics.count(counted)
+        if dense_reason is not None:
+            self.statistics.count(dense_reason)
             self.statistics.add_visible(visible_keys(x), all_read=True)
         return self._dense_attention(x)
 
@@ -125,12 +125,12 @@ class Sparse(NotCopied):
 
     def _prompt(self, x: LayerInputs) -> Tensor:
         """Returns the attention of tokens that are read together."""
-        selection, counted = self.dispatch.of_prompt(x.num_queries, x.num_keys)
+        selection, dense_reason = self.dispatch.of_prompt(x.num_queries, x.num_keys)
         if selection is not None:
             if (prompt := self._with_pooled_keys(x)) is not None:
                 return self._selected_attention(prompt, selection)
-            _, counted = self.dispatch.of_prompt(x.num_queries, x.num_keys, known=False)
-        self.statistics.add_dense(x.layer, counted)
+            _, dense_reason = self.dispatch.of_prompt(x.num_queries, x.num_keys, known=False)
+        self.statistics.add_dense(x.layer, dense_reason)
         return self._dense_attention(x)
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor:
@@ -183,7 +183,7 @@ class Sparse(NotCopied):
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, dense: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
-        routed = None if dense else self.dispatch.of_tokens(x.layer, None, len(x.q))[0]
+        routed = None if dense else self.dispatch.of_tokens(x.layer, None, len(x.q)).attention
         if routed is None:
             return decoded_attention(x).out
         return routed.attend_step(x, window, self._short_rows(x, x.kv_len))

@@ -65,11 +65,11 @@ class Statistics:
                 self._totals[name, device] = torch.zeros((), dtype=torch.float64, device=device)
         return self._totals[name, device]
 
-    def add_dense(self, layer: int, counted: str | None) -> None:
-        """Counts a pass that read all blocks in a layer, also under the name ``counted``; None: there is no selection."""
-        if counted is not None:
+    def add_dense(self, layer: int, reason: str | None) -> None:
+        """Counts a pass that read all blocks in a layer, also under the name ``reason``; None: there is no selection."""
+        if reason is not None:
             self.count(layer)
-            self.count(counted)
+            self.count(reason)
 
     def add_selected(self, layer: int, selected: Tensor, candidates: Candidates) -> None:
         """Adds the share of the blocks that a pass did not read in a layer."""

@@ -43,10 +43,10 @@ class BucketSizes:
         """Counts every sequence again in the next pass; to be called in each pass that does not :meth:`begin`."""
         self._last_slots.fill_(-1)
 
-    def count(self, layer: int, buckets: Tensor, table: Tensor, kv_len: Tensor, counted: Tensor) -> Tensor:
-        """Counts the keys of a layer that are not ``counted``; returns the sizes of the buckets, int32 ``[B, Hkv, C]``."""
+    def count(self, layer: int, buckets: Tensor, table: Tensor, kv_len: Tensor, counted_len: Tensor) -> Tensor:
+        """Counts a layer's keys after the first ``counted_len``; returns the sizes of the buckets, int32 ``[B, Hkv, C]``."""
         sizes = self._sizes[self.layers.index(layer), : len(kv_len)]
-        return paged_bucket_sizes(buckets, table, kv_len, num_buckets=sizes.shape[2], counted=counted, sizes=sizes)
+        return paged_bucket_sizes(buckets, table, kv_len, num_buckets=sizes.shape[2], counted=counted_len, sizes=sizes)
 
     def _slots(self, table: Tensor, position: Tensor) -> Tensor:
         """Returns the slots of one position of each sequence, int64 ``[B]``; -1 before the first one."""

@@ -40,7 +40,7 @@ class PagedState:
     ``bucket_layers`` get ``buckets``, int16 ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers``
     keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
     ``is_pooled``, bool ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer. With
-    ``counted`` buckets, ``sizes`` keeps the numbers of keys in so many of them.
+    ``num_buckets``, ``sizes`` keeps the numbers of keys in so many of them.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PagedState:
         gate: GateConfig | None,
         gated_layers: Iterable[int],
         requests: int,
-        counted: int = 0,
+        num_buckets: int = 0,
     ) -> None:
         self.gate, self.requests = gate, requests
         self._caches = dict(caches)
@@ -61,8 +61,8 @@ class PagedState:
             of_slots = {"size": keys.shape[:3], "dtype": torch.int16, "device": keys.device}
             self.buckets = {layer: torch.zeros(**of_slots) for layer in bucket_layers}
             self.sizes: BucketSizes | None = None
-            if counted:
-                rows = (requests, self.kv_heads, counted, self.page_size)
+            if num_buckets:
+                rows = (requests, self.kv_heads, num_buckets, self.page_size)
                 self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:

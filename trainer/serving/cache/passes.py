@@ -28,7 +28,7 @@ class Sequences:
     kv_len: Tensor  # int32 [B]
     longest: int | None  # number of keys; None where it is only on the device
     window: int | Tensor | None = None  # last keys that each reads, which the first routed layer computes for all
-    counted: Tensor | None = None  # int32 [B], keys that the kept sizes of buckets include; None: they are not kept
+    counted_len: Tensor | None = None  # int32 [B], keys that the kept sizes of buckets include; None: they are not kept
 
 
 @dataclass
