@@ -54,8 +54,9 @@ def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
 
 
 def served(sparse: Sparse) -> tuple[int, int, int, frozenset[int]]:
-    assert sparse.routed is not None
-    return sparse.routed.budget.most, sparse.routed.recent, sparse.routed.sink, sparse.routed.layers
+    routed = sparse.dispatch.routed
+    assert routed is not None
+    return routed.budget.most, routed.recent, routed.sink, routed.layers
 
 
 @pytest.mark.slow
@@ -66,9 +67,9 @@ def test_none_serves_as_the_artifacts_record(embedded: Any) -> None:
         assert served(sparse) == (5, 256, 1, {0, 1, 2, 3, 4, 5})
     with msattn.attach(embedded, qmodel="embedded", keys=0.02) as sparse:
         assert served(sparse) == (64, 256, 1, {1, 2, 3, 4, 5})  # at most all 64 buckets
-        assert sparse.routed is not None
-        assert isinstance(sparse.routed.budget, KeyShare)
-        assert 1 < sparse.routed.budget.density < 20
+        assert sparse.dispatch.routed is not None
+        assert isinstance(sparse.dispatch.routed.budget, KeyShare)
+        assert 1 < sparse.dispatch.routed.budget.density < 20
     ids = random_tokens(1, 700)
     calibrated = logits(embedded, ids, gate="embedded", select="calibrated")
     assert torch.equal(logits(embedded, ids, gate="embedded"), calibrated)
@@ -90,8 +91,8 @@ def test_a_router_without_training_is_named(embedded: Any, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     for qmodel, kind in (("quest", untrained_router("quest")), ("./quest", KMeans), (Path("quest"), KMeans)):
         with msattn.attach(embedded, qmodel=qmodel) as sparse:
-            assert sparse.routed is not None
-            assert isinstance(sparse.routed.router, kind)
+            assert sparse.dispatch.routed is not None
+            assert isinstance(sparse.dispatch.routed.router, kind)
     with msattn.attach(embedded, qmodel="quest") as sparse:
         assert served(sparse) == (32, 2047, 1, {1, 2, 3, 4, 5})
 
@@ -138,12 +139,12 @@ def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) 
         pass
     shutil.copytree(SHIPPED / "kmeans", run / "kmeans")
     with msattn.attach(embedded, gate=run, qmodel=str(run)) as sparse:
-        assert sparse.routed is not None
-        assert isinstance(sparse.routed.router, KMeans)
+        assert sparse.dispatch.routed is not None
+        assert isinstance(sparse.dispatch.routed.router, KMeans)
     shutil.copytree(SHIPPED / "qmodel", run / "qmodel")
     with msattn.attach(embedded, qmodel=run) as sparse:
-        assert sparse.routed is not None
-        assert isinstance(sparse.routed.router, QModel), "classifiers have precedence"
+        assert sparse.dispatch.routed is not None
+        assert isinstance(sparse.dispatch.routed.router, QModel), "classifiers have precedence"
     with pytest.raises(msattn.UserError, match=r"the folder holds gate, kmeans, qmodel; name one, e.g. .*gate"):
         msattn.load(run)
 

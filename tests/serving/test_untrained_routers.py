@@ -266,8 +266,8 @@ def test_routers_of_another_model_are_refused() -> None:
     with pytest.raises(UserError, match="num_buckets=0: expected 1 or more"):
         QuestBlocks(0, [0], KV_HEADS)
     with attach(model, qmodel=QuestBlocks(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
-        assert sparse.routed is not None
-        assert sparse.routed.budget == Probes(BUCKETS)
+        assert sparse.dispatch.routed is not None
+        assert sparse.dispatch.routed.budget == Probes(BUCKETS)
     for router, message in (
         (QuestBlocks(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
         (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: expected layers from 0 to 1"),

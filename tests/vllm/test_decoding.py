@@ -61,7 +61,7 @@ def test_layers_run_before_they_are_captured(group: Any, monkeypatch: pytest.Mon
     given = replace(given, seq_lens=torch.ones_like(given.seq_lens), slot_mapping=torch.full_like(given.slot_mapping, -1))
     layers = builder.vllm_config.compilation_config.static_forward_context
     held = [layers[name].kv_cache[1:].clone() for name in group.layer_names]
-    folded = builder.sparse.routed.router._folded
+    folded = builder.sparse.dispatch.routed.router._folded
     folded.clear()
     before = builder.sparse.stats()
     ran = []
@@ -70,7 +70,7 @@ def test_layers_run_before_they_are_captured(group: Any, monkeypatch: pytest.Mon
     metadata = builder.build_for_cudagraph_capture(given)
     assert ran == list(group.layer_names)
     assert metadata.tokens == PADDED
-    assert len(folded) == len(builder.sparse.routed.layers)
+    assert len(folded) == len(builder.sparse.dispatch.routed.layers)
     assert builder.sparse.stats() == before
     assert all(torch.equal(layers[name].kv_cache[1:], kept) for name, kept in zip(group.layer_names, held, strict=True))
     builder.build_for_cudagraph_capture(replace(given, max_query_len=2))

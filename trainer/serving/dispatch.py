@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.serving.routed import RoutedDecoding
 
@@ -37,6 +38,16 @@ class Dispatch:
     dense_below: int  # number of keys below which prompts are dense, because that is faster
     routed_from: Callable[[int], int]  # number of sequences -> number of keys from which their new tokens read buckets
 
+    @property
+    def gate(self) -> Gate | None:
+        """The gate that scores blocks, if one does."""
+        return None if self.selection is None else self.selection.gate
+
+    @property
+    def routed_layers(self) -> frozenset[int]:
+        """The layers whose new tokens read buckets."""
+        return frozenset() if self.routed is None else self.routed.layers
+
     def is_prompt(self, queries: int, keys: int) -> bool:
         """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
@@ -50,14 +61,14 @@ class Dispatch:
             return Decision(None)
         if keys < self.dense_below or (ends and queries <= self.selection.always.dense_queries):
             return Decision(None, BY_CHOICE)
-        return Decision(self.selection) if known or self.selection.gate is None else Decision(None, FALLBACK)
+        return Decision(self.selection) if known or self.gate is None else Decision(None, FALLBACK)
 
     def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Decision[RoutedDecoding]:
         """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
 
         It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
-        if self.routed is None or layer not in self.routed.layers:
+        if layer not in self.routed_layers:
             return Decision(None)
         if keys is not None and self.dense_for(keys, batch):
             return Decision(None, BY_CHOICE)
@@ -65,8 +76,7 @@ class Dispatch:
 
     def dense_for(self, keys: int, batch: int) -> int:
         """Returns for how many more keys of each sequence new tokens stay dense, after ``keys``; 0: they read buckets."""
-        routed = self.routed is not None and self.routed.layers
-        return max(0, self.routed_from(batch) - keys) if routed else sys.maxsize
+        return max(0, self.routed_from(batch) - keys) if self.routed_layers else sys.maxsize
 
     def short_rows(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
         """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.

@@ -94,8 +94,8 @@ class DecoderHooks(NotCopied):
         if is_new:
             if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # made without the model's configuration
                 cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-            layers, routed = self.num_layers, self.sparse.routed
-            dense = tuple(set(range(layers)) - self.sparse.routed_layers)
+            layers, routed = self.num_layers, self.sparse.dispatch.routed
+            dense = tuple(set(range(layers)) - self.sparse.dispatch.routed_layers)
             router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)
             install_layers(cache, router, num_layers=layers, served=self.served, dense_layers=dense, rebuild_every=every)
         cached = cache.get_seq_length()
@@ -136,8 +136,8 @@ class DecoderHooks(NotCopied):
 
     def _check_partition(self, cache: Any) -> None:
         """Raises UserError if the buckets of ``cache`` belong to another partition."""
-        if self.sparse.routed is None:
+        if self.sparse.dispatch.routed is None:
             return
-        assigner = self.sparse.routed.router.assigner
+        assigner = self.sparse.dispatch.routed.router.assigner
         if not all(layer.partition.assigns_like(assigner) for layer in cache.layers if isinstance(layer, BucketLayer)):
             raise UserError("past_key_values: its buckets were made with another k-means or router than the one attached now")

@@ -65,8 +65,6 @@ class PagedAttention:
 
     def __init__(self, dispatch: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
         self.dispatch, self.statistics, self.rotation = dispatch, statistics, rotation
-        self.selection, self.routed = dispatch.selection, dispatch.routed
-        self.gate = None if self.selection is None else self.selection.gate
         self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
         self._lock = RLock()  # managers are created, and have their passes, in several threads
@@ -74,9 +72,9 @@ class PagedAttention:
     @property
     def chunks(self) -> tuple[int, int]:
         """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt stay together."""
-        if self.selection is None:
+        if (selection := self.dispatch.selection) is None:
             return 1, 2
-        return self.selection.block_size, max(self.selection.block_size, self.selection.always.dense_queries)
+        return selection.block_size, max(selection.block_size, selection.always.dense_queries)
 
     @property
     def managers(self) -> list[Any]:
@@ -120,7 +118,7 @@ class PagedAttention:
         if current.state.pooled:  # not before the pass has computed them
             current.state.mark_pooled(current.pages, current.offsets // current.state.block_size, pooled=False)
         rows, sizes, dense = current.decoded, current.state.sizes, False
-        if self.routed is not None and rows is not None:
+        if self.dispatch.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
             dense = rows.longest is not None and self.dispatch.dense_for(rows.longest, len(rows.kv_len)) > 0
             self.statistics.add_visible(keys, all_read=dense)
@@ -165,8 +163,8 @@ class PagedAttention:
     def _write(self, x: LayerInputs, current: PagedPass) -> None:
         """Writes the new keys and values, and the buckets of the keys."""
         ids, buckets = None, None
-        if self.routed is not None and x.layer in current.state.buckets:
-            router: Any = self.routed.router
+        if self.dispatch.routed is not None and x.layer in current.state.buckets:
+            router: Any = self.dispatch.routed.router
             ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], current.state.buckets[x.layer]
         write_pages(x.k[0], x.v[0], *current.state.pages(x.layer), current.pages, current.offsets, ids, buckets)
 
@@ -196,10 +194,10 @@ class PagedAttention:
 
     def _sizes(self, state: PagedState, layer: int, rows: Sequences) -> Tensor:
         """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
-        assert self.routed is not None
+        assert self.dispatch.routed is not None
         where = (state.buckets[layer], rows.table, rows.kv_len)
         if state.sizes is None or rows.counted_len is None:
-            return paged_bucket_sizes(*where, num_buckets=self.routed.router.num_buckets)
+            return paged_bucket_sizes(*where, num_buckets=self.dispatch.routed.router.num_buckets)
         return state.sizes.count(layer, *where, rows.counted_len)
 
     def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
@@ -207,12 +205,13 @@ class PagedAttention:
         size, mask = DENSE_BLOCK_SIZE, None
         most = max(item.queries for item in prompts.items)
         if prompts.sparse:
-            assert self.selection is not None
-            size, chosen = self.selection.block_size, []
+            selection = self.dispatch.selection
+            assert selection is not None
+            size, chosen = selection.block_size, []
             for item in prompts.items:
                 sequence = self._sequence(x, current, item)
-                chosen.append(self.selection.blocks(sequence))
-                self.statistics.add_selected(x.layer, chosen[-1], self.selection.candidates(sequence))
+                chosen.append(selection.blocks(sequence))
+                self.statistics.add_selected(x.layer, chosen[-1], selection.candidates(sequence))
             mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
         else:
             for item in prompts.items:
@@ -225,7 +224,7 @@ class PagedAttention:
 
     def _decided(self, state: PagedState, item: PromptChunk) -> Decision[Selection]:
         """Decides for a sequence with several new tokens; keys that are not pooled yet are new or can be recovered."""
-        recovered = self.gate is None or self.rotation is not None
+        recovered = self.dispatch.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
         return self.dispatch.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
 
@@ -238,11 +237,11 @@ class PagedAttention:
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
         sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
-        if self.gate is not None:
+        if self.dispatch.gate is not None:
             sequence = replace(sequence, pooled_keys=current.state.pool_keys(sequence, item, self.rotation))
         if item.queries == item.keys:
             return sequence
-        if self.selection is not None and self.selection.needs_keys(sequence):
+        if self.dispatch.selection is not None and self.dispatch.selection.needs_keys(sequence):
             k, v = current.state.keys(x.layer, item.table, 0, item.keys)
         else:
             k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
@@ -261,12 +260,11 @@ class PagedAttention:
 
     def state_options(self, config: Any, requests: int) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
-        routed, gate, num_buckets = self.routed, None if self.gate is None else self.gate.cfg, 0
+        routed, gate, num_buckets = self.dispatch.routed, self.dispatch.gate, 0
         if routed is not None and isinstance(routed.budget, KeyShare):
             num_buckets = routed.router.num_buckets
-        with_buckets = () if routed is None else routed.layers
-        of_layers = {"bucket_layers": with_buckets, "gated_layers": served_layers(config)}
-        return {**of_layers, "gate": gate, "requests": requests, "num_buckets": num_buckets}
+        of_layers = {"bucket_layers": self.dispatch.routed_layers, "gated_layers": served_layers(config)}
+        return {**of_layers, "gate": None if gate is None else gate.cfg, "requests": requests, "num_buckets": num_buckets}
 
     def _counter(self, state: PagedState) -> Tensor:
         """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every size share."""

@@ -31,11 +31,8 @@ class Sparse(NotCopied):
         self, dispatch: Dispatch, statistics: Statistics, *, rotation: Rotation | None, kv_heads: int, measure_recall: bool
     ) -> None:
         self.dispatch, self.statistics = dispatch, statistics
-        self.selection, self.routed = dispatch.selection, dispatch.routed
         self.rotation, self.measure_recall = rotation, measure_recall
         self.kv_heads = kv_heads  # heads of this rank
-        self.gate = None if self.selection is None else self.selection.gate
-        self.routed_layers: frozenset[int] = frozenset() if self.routed is None else self.routed.layers
         self.paged = PagedAttention(dispatch, statistics, rotation)
 
     def stats(self) -> SparseStats:
@@ -147,7 +144,7 @@ class Sparse(NotCopied):
 
     def _bucket_layer(self, x: LayerInputs) -> BucketLayer | None:
         """Returns the cache of a routed layer, in which keys have buckets; None if there is no such cache."""
-        if self.routed is None or x.layer not in self.routed_layers or not isinstance(x.cache, BucketLayer):
+        if x.layer not in self.dispatch.routed_layers or not isinstance(x.cache, BucketLayer):
             return None
         with self.statistics.timed("selection"):
             try:
@@ -158,28 +155,28 @@ class Sparse(NotCopied):
 
     def _with_pooled_keys(self, x: LayerInputs) -> LayerInputs | None:
         """Returns ``x`` with the pooled keys that the cache keeps for a gate; None if the gate needs unknown keys."""
-        whole_prompt = x.num_queries == x.num_keys
-        if self.gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
+        whole_prompt, gate = x.num_queries == x.num_keys, self.dispatch.gate
+        if gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
             return x
         if not isinstance(x.cache, GrowingLayer):
             return None
-        if self.gate.cfg.rope == "model":  # caches pool keys before RoPE
+        if gate.cfg.rope == "model":  # caches pool keys before RoPE
             return x if whole_prompt else None
         try:
             with torch.no_grad(), self.statistics.timed("selection"):
-                pooled = x.cache.pool_keys(self.gate.cfg.cached_pools, self.gate.cfg.block_size, x, self.rotation)
+                pooled = x.cache.pool_keys(gate.cfg.cached_pools, gate.cfg.block_size, x, self.rotation)
         except KeysNotKnown:
             return None
         return replace(x, pooled_keys=pooled)
 
     def bucket_layers(self, cache: Any) -> list[BucketLayer]:
         """Returns the routed layers of a cache."""
-        return [cache.layers[number] for number in sorted(self.routed_layers)]
+        return [cache.layers[number] for number in sorted(self.dispatch.routed_layers)]
 
     def window(self, cache: Any, num_keys: int) -> int:
         """Returns the length of the dense window of a step over ``num_keys``, which includes all keys without an index."""
         indexed = min((layer.indexed for layer in self.bucket_layers(cache)), default=num_keys)
-        return max(0 if self.routed is None else self.routed.recent, num_keys - indexed)
+        return max(0 if self.dispatch.routed is None else self.dispatch.routed.recent, num_keys - indexed)
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, dense: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""

@@ -130,7 +130,7 @@ class DecodingSteps(NotCopied):
             layer.add_tokens()
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
         if step.dense:
-            self.sparse.statistics.count(BY_CHOICE, len(self.sparse.routed_layers))
+            self.sparse.statistics.count(BY_CHOICE, len(self.sparse.dispatch.routed_layers))
         return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=cache)
 
     def _check(self, arguments: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class DecodingSteps(NotCopied):
 
     def _model_state(self) -> tuple:
         """Returns the state of the model that a captured graph depends on: addresses of weights, mode, adapters and hooks."""
-        modules = [self.decoder, *([] if self.sparse.routed is None else [self.sparse.routed.router])]
+        modules = [self.decoder, *([] if self.sparse.dispatch.routed is None else [self.sparse.dispatch.routed.router])]
         addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
         tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
         adapters = [
@@ -190,7 +190,7 @@ class DecodingSteps(NotCopied):
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
         visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.statistics.add_visible(visible * len(self.sparse.routed_layers), all_read=step.dense)
+        self.sparse.statistics.add_visible(visible * len(self.sparse.dispatch.routed_layers), all_read=step.dense)
         return hidden
 
     def _launch(self, step: Step, arguments: dict[str, Any]) -> Tensor:

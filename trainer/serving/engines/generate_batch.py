@@ -170,12 +170,12 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
         raise UserError(f"{engine}: layers with a sliding window are not supported; use model.generate")
     if sparse.measure_recall or sparse.statistics.timer is not None:
         raise UserError(f"{engine}: measure_recall and measure_time are not supported; use model.generate")
-    policy = None if sparse.selection is None else sparse.selection.policy
+    policy = None if sparse.dispatch.selection is None else sparse.dispatch.selection.policy
     if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
         raise UserError(f"{engine}: select.policy=multiscale reads no pages; use another policy")
-    if sparse.gate is not None and sparse.gate.cfg.rope == "model":
+    if sparse.dispatch.gate is not None and sparse.dispatch.gate.cfg.rope == "model":
         raise UserError(f"{engine}: pages pool keys before RoPE; expected a gate with gate.rope=true or false")
-    routed = sparse.routed
+    routed = sparse.dispatch.routed
     if routed is None:
         return
     if routed.router.grouping != "buckets":
