@@ -1,6 +1,5 @@
 """Configuration of the evaluation tasks."""
 
-import os
 from dataclasses import field, fields, is_dataclass
 from typing import Annotated
 
@@ -173,12 +172,6 @@ class HarnessConfig:
 
     def __post_init__(self) -> None:
         require(sorted({*self.bins}) == self.bins, "eval.harness.bins", self.bins, "expected increasing numbers")
-
-    def check_paths(self) -> None:
-        """Raises UserError if there are no tasks, or no such folder."""
-        require(bool(self.tasks), "eval.harness.tasks", self.tasks, "expected one or more tasks of lm_eval")
-        found = self.include_path is None or os.path.isdir(os.path.expanduser(self.include_path))
-        require(found, "eval.harness.include_path", self.include_path, "expected a folder with YAML files of tasks")
 
 
 @schema("eval.prompts.")

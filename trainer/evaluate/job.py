@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +84,7 @@ class Job:
     methods: Compared
     progress: Progress
     kept: PartialRows
+    prepared: Mapping[str, Any] = field(default_factory=dict)  # results of the tasks' ``prepare``, by task
 
     def bar(self, title: str, total: int | None) -> Callable[[], None]:
         """Returns a function that advances a new bar by one step."""

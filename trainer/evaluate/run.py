@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from msattn.trainer.evaluate.compared import Compared
     from msattn.trainer.evaluate.job import Job
     from msattn.trainer.evaluate.report.compare import Comparison
-    from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
     from msattn.trainer.models.loading import Loaded
 
 
@@ -33,23 +32,20 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     An earlier folder is renamed to ``eval-<time it was written>``, or deleted with ``overwrite=true``. Artifacts, text, lengths
     and settings that do not fit raise UserError before the first task runs.
     """
-    from msattn.trainer.data.prompts import read_prompts
     from msattn.trainer.evaluate.report import compare
 
     folder = cfg.folder / "eval"
     _prepare(folder)
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
-    if "prompts" in cfg.eval.tasks:
-        read_prompts(cfg.eval.prompts.path)  # refuses a wrong file before the imports
-    if "harness" in cfg.eval.tasks:
-        cfg.eval.harness.check_paths()
+    for task in cfg.eval.tasks:
+        if check := getattr(task_module(task), "check_config", None):
+            check(cfg)
 
     from msattn.trainer import models
     from msattn.trainer.evaluate import calibration, compared
     from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
     from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.evaluate.report.context import context
-    from msattn.trainer.evaluate.tasks import harness_tasks
     from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
@@ -61,7 +57,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = compared.find_compared(cfg, loaded, loaded.model.device)
     found = compared.add_routers(found, cfg, loaded.model)
     _check_sizes(cfg, loaded, found)
-    samples = harness_tasks.load_samples(cfg, loaded) if "harness" in cfg.eval.tasks else []  # refuses a task before others run
+    modules = {task: task_module(task) for task in cfg.eval.tasks}
+    prepared = {task: module.prepare(cfg, loaded) for task, module in modules.items() if hasattr(module, "prepare")}
     # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
     kept = PartialRows(folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume)
     found = calibration.calibrate_selections(found, cfg, loaded)
@@ -70,7 +67,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     found = calibration.match_key_shares(found, cfg, loaded)
     rows: list[EvalRow] = []
     try:
-        for of_task in _run_tasks(Job(loaded, cfg, found, Progress(), kept), samples):
+        for of_task in _run_tasks(Job(loaded, cfg, found, Progress(), kept, prepared)):
             rows += of_task
     except KeyboardInterrupt as stop:
         _print_tables([*rows, *kept.of_other_tasks({row.task for row in rows})], [])
@@ -95,15 +92,14 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(job: "Job", samples: "list[TaskSamples]") -> Iterator[list[EvalRow]]:
-    """Yields the rows of each task, in the order of ``eval.tasks``; ``samples`` are those of lm_eval."""
+def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
+    """Yields the rows of each task, in the order of ``eval.tasks``."""
     from msattn.trainer.evaluate.report.context import CPU_NOTE
 
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
-            rows = task_module(task).run(job, *[samples] * (task == "harness"))
-            yield [replace(row, extra=row.extra | {"device": device}) for row in rows]
+            yield [replace(row, extra=row.extra | {"device": device}) for row in task_module(task).run(job)]
     if device == "cpu" and any(record(task).timed for task in tasks):
         job.methods.notes.append(CPU_NOTE)
 

@@ -64,7 +64,7 @@ class Task:
 
 
 def task_module(name: str) -> Any:
-    """Returns the module of a task, with ``TASK``, ``run`` and, if settings can be refused early, ``check_sizes``."""
+    """Returns the module of a task; :mod:`msattn.trainer.evaluate.tasks` says what it has."""
     return import_module(f"msattn.trainer.evaluate.tasks.{name}")
 
 

@@ -4,6 +4,7 @@ Dense attention and every method answer the same samples, one at a time.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partialmethod
@@ -12,13 +13,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import NAME, RATIO, TOKENS, Task
 from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
-from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples
+from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples, load_samples
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models.chat import uses_chat
 from msattn.trainer.models.families import max_length
@@ -27,8 +29,18 @@ from msattn.trainer.models.loading import Loaded
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
+prepare = load_samples
 
-def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
+
+def check_config(cfg: EvalRunConfig) -> None:
+    """Raises UserError if there are no tasks, or no such folder."""
+    tasks, folder = cfg.eval.harness.tasks, cfg.eval.harness.include_path
+    require(bool(tasks), "eval.harness.tasks", tasks, "expected one or more tasks of lm_eval")
+    found = folder is None or os.path.isdir(os.path.expanduser(folder))
+    require(found, "eval.harness.include_path", folder, "expected a folder with YAML files of tasks")
+
+
+def run(job: Job) -> list[EvalRow]:
     """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
 
     There is a row for each task, and for each length of a task that makes prompts of given lengths, or each bin. Raises
@@ -40,7 +52,7 @@ def run(job: Job, samples: list[TaskSamples]) -> list[EvalRow]:
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):
         model = attached_model(job.loaded, job.bar(f"lm_eval, method {number} of {len(tried)}", None))
-        for asked in samples:
+        for asked in job.prepared["harness"]:
             group = asked.benchmark, asked.length
             key = "harness", number, case.method, case.setting, *group
             if (found := job.kept.get(*key)) is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.compared import Compared, with_independent
+from msattn.trainer.evaluate.compared import with_independent
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
@@ -23,8 +23,8 @@ MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
 def run(job: Job) -> list[EvalRow]:
     """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes."""
-    loaded, cfg, settings = job.loaded, job.cfg, job.cfg.eval.prompts
-    prompts, encoded = read_prompts(settings.path), encoded_prompts(loaded, cfg)
+    loaded, settings = job.loaded, job.cfg.eval.prompts
+    prompts, encoded = read_prompts(settings.path), job.prepared["prompts"]
     routings = with_independent(job.methods.bucket_routings, settings.independent)
     tried = cases(loaded, replace(job.methods, bucket_routings=routings), settings.sparsities)
     advance = job.bar("prompts", len(tried) * len(prompts))
@@ -38,13 +38,13 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
-    """Raises UserError if a prompt is longer than the model's positions, or the file is malformed."""
-    encoded_prompts(loaded, cfg)
+def check_config(cfg: EvalRunConfig) -> None:
+    """Raises UserError if there is no such file, or it is malformed."""
+    read_prompts(cfg.eval.prompts.path)
 
 
-def encoded_prompts(loaded: Loaded, cfg: EvalRunConfig) -> list[Tensor]:
-    """Returns the tokens ``[1, N]`` of each prompt; raises UserError as :func:`check_sizes`."""
+def prepare(cfg: EvalRunConfig, loaded: Loaded) -> list[Tensor]:
+    """Returns the tokens ``[1, N]`` of each prompt; raises UserError for one that is longer than the model's positions."""
     settings = cfg.eval.prompts
     encoded = [encode_prompt(loaded.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
     for number, ids in enumerate(encoded, start=1):
