@@ -32,8 +32,9 @@ def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
     extra |= {"kl_divergence": 0.0123, "kl_interval": [0.0119, 0.0127], "same_top": 0.951, "same_top_interval": [0.948, 0.954]}
     extra["losses"] = [ratio, 1.1 * ratio]
     setting = Setting() if method == "dense" else Setting("sparsity", sparsity)
-    read = ratio, sparsity, 1 - sparsity, 0.9
-    return EvalRow("perplexity", named(method), setting, 9.0 * ratio, "perplexity", (8.0, 12.0), *read, 0.25, 512.0, 16, extra)
+    read = {"ratio_to_dense": ratio, "sparsity": sparsity, "selectivity": 1 - sparsity, "recall": 0.9}
+    figures = {"interval": (8.0, 12.0), **read, "latency_s": 0.25, "peak_memory_mb": 512.0, "samples": 16}
+    return EvalRow("perplexity", named(method), setting, 9.0 * ratio, "perplexity", **figures, extra=extra)
 
 
 def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
@@ -57,8 +58,8 @@ def needle_row(method: str, found: int, length: int) -> EvalRow:
     extra = {"length": length, "by_depth": {"0": found / 20, "1": 1.0}, "question": "sparse", "examples": examples}
     extra |= {"correct": [number < found for number in range(20)]}
     setting = Setting() if method == "dense" else TWO_PROBES
-    figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20}
-    return EvalRow("needle", named(method), setting, found / 20, "needles found", wilson(found, 20), **figures, extra=extra)
+    figures = {"ratio_to_dense": found / 20, "selectivity": 0.1, "latency_s": 2.0, "samples": 20, "extra": extra}
+    return EvalRow("needle", named(method), setting, found / 20, "needles found", interval=wilson(found, 20), **figures)
 
 
 def test_rulers_scores_in_the_layout_of_a_leaderboard() -> None:
@@ -302,7 +303,7 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
         extra = {"length": 131072, **shares, **rates}
         figures = {"ratio_to_dense": 0.912, "selectivity": 0.123, "samples": 132, "extra": extra}
         for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
-            long.append(EvalRow(task, named(name), both, score, "score", (0.3, 0.4), **figures))
+            long.append(EvalRow(task, named(name), both, score, "score", interval=(0.3, 0.4), **figures))
     long += [replace(row, task="documents", method=row.method.of("calibrated", source="embedded")) for row in long[:3]]
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     tables.show(long, [], console)

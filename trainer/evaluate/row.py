@@ -1,7 +1,7 @@
 """A row of the results: score, share of blocks or keys that was read, and cost."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 from msattn.trainer.methods.base import Method
@@ -83,6 +83,7 @@ class EvalRow:
     setting: Setting
     score: float
     score_name: str
+    _: KW_ONLY
     interval: tuple[float, float] | None = None
     ratio_to_dense: float | None = None
     sparsity: float | None = None

@@ -215,9 +215,9 @@ def as_row(case: DecodingCase, batch: int, length: int, done: DecodingRun, dense
     launched = {"launched_by": case.launched_by, "device_tokens_per_s": graph_rate}
     extra = {"length": length, "batch": batch, **launched, **speedups(dense, done.rate)}
     spent = {"latency_s": batch / done.rate, "peak_memory_mb": done.peak_mb, "selectivity": done.selectivity}
-    fields: dict[str, Any] = {**spent, "samples": done.tokens, "extra": extra}
     ratio = done.rate / max(dense.values()) if dense else None
-    return EvalRow("decoding", case.method, case.setting, done.rate, "tokens a second", None, ratio, **fields)
+    fields: dict[str, Any] = {"ratio_to_dense": ratio, **spent, "samples": done.tokens, "extra": extra}
+    return EvalRow("decoding", case.method, case.setting, done.rate, "tokens a second", **fields)
 
 
 TASK = Task(

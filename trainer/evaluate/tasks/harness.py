@@ -124,8 +124,9 @@ def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense
     name = "score" if metric == str(asked.length) else metric
     interval = mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None
     extra = {"benchmark": asked.benchmark, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"}
-    fields: dict[str, Any] = {**spent, "samples": len(asked.samples), "extra": extra}
-    return EvalRow("harness", case.method, case.setting, score, name, interval, ratio_to(dense_score, score), **fields)
+    ratio = ratio_to(dense_score, score)
+    fields: dict[str, Any] = {"ratio_to_dense": ratio, **spent, "samples": len(asked.samples), "extra": extra}
+    return EvalRow("harness", case.method, case.setting, score, name, interval=interval, **fields)
 
 
 def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool) -> dict[str, Any]:

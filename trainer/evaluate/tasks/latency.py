@@ -220,14 +220,14 @@ def as_row(
     read = {"sparsity": done.sparsity, "selectivity": None if done.sparsity is None else 1 - done.sparsity}
     fields: dict[str, Any] = {
         **read,
+        "ratio_to_dense": seconds / min(dense.values()) if dense else None,
         "latency_s": seconds,
         "peak_memory_mb": done.peak_mb,
         "samples": len(done.seconds),
         "extra": extra,
     }
-    ratio = seconds / min(dense.values()) if dense else None
     setting = replace(setting, situation=situation)
-    return EvalRow("latency", method, setting, seconds, "seconds to the first token", None, ratio, **fields)
+    return EvalRow("latency", method, setting, seconds, "seconds to the first token", **fields)
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:

@@ -302,7 +302,7 @@ def as_row(
         extra |= {"answers": fmean(map(fmean, by_task.values())), "scores": by_task}
     interval = spread and (math.exp(spread[0]), min(1.0, math.exp(spread[1])))
     fields: dict[str, Any] = {"ratio_to_dense": math.exp(rise), "samples": len(asked), "extra": extra, **spent}
-    return EvalRow("leval", method, setting, math.exp(log_mean), "likelihood of a token", interval, **fields)
+    return EvalRow("leval", method, setting, math.exp(log_mean), "likelihood of a token", interval=interval, **fields)
 
 
 def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:

@@ -253,7 +253,7 @@ def as_row(
     }
     interval, ratio = wilson(sum(found), len(found)), ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(found), "extra": extra, **result.spent}
-    return EvalRow("needle", method, setting, accuracy, "needles found", interval, **fields)
+    return EvalRow("needle", method, setting, accuracy, "needles found", interval=interval, **fields)
 
 
 TASK = Task(

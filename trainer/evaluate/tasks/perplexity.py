@@ -154,10 +154,12 @@ def as_row(
         "same_top_interval": within(mean_interval(run.agreements)),
         "losses": run.losses,
     }
-    interval = spread and (math.exp(spread[0]), math.exp(spread[1]))
-    shares = ratio, run.sparsity, 1 - run.sparsity, run.recall
-    cost = median(run.seconds), run.peak_mb, len(run.losses), extra
-    return EvalRow(task, method, setting, math.exp(loss), "perplexity", interval, *shares, *cost)
+    return EvalRow(
+        task, method, setting, math.exp(loss), "perplexity",
+        interval=spread and (math.exp(spread[0]), math.exp(spread[1])), ratio_to_dense=ratio,
+        sparsity=run.sparsity, selectivity=1 - run.sparsity, recall=run.recall,
+        latency_s=median(run.seconds), peak_memory_mb=run.peak_mb, samples=len(run.losses), extra=extra,
+    )  # fmt: skip
 
 
 def _ratio(losses: list[float], others: list[float]) -> tuple[float, Interval | None]:

@@ -76,7 +76,7 @@ def as_row(
     }
     interval, ratio = wilson(sum(correct), len(correct)), ratio_to(dense_score, score)
     fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(correct), "extra": extra, **answers.spent}
-    return EvalRow("prompts", case.method, case.setting, score, "answers as expected", interval, **fields)
+    return EvalRow("prompts", case.method, case.setting, score, "answers as expected", interval=interval, **fields)
 
 
 def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:

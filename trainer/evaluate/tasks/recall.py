@@ -70,10 +70,10 @@ class MethodRecall:
             "heads": recall.mean(1).tolist(),
             "output_error_heads": error.mean(1).tolist(),
         }
-        read = mean, None if self.routed else 1 - share, share, mean
         return EvalRow(
-            "recall", method, setting, mean, "attention mass read", interval, *read, samples=recall.shape[1], extra=extra
-        )
+            "recall", method, setting, mean, "attention mass read", interval=interval, ratio_to_dense=mean,
+            sparsity=None if self.routed else 1 - share, selectivity=share, recall=mean, samples=recall.shape[1], extra=extra,
+        )  # fmt: skip
 
 
 def run(job: Job) -> list[EvalRow]:

@@ -144,10 +144,9 @@ def as_row(
         "scores": scores,
         "examples": examples(samples, answers.texts),
     }
-    fields: dict[str, Any] = {**answers.spent, "samples": sum(map(len, scores.values())), "extra": extra}
-    return EvalRow(
-        "ruler", case.method, case.setting, score, "RULER's average", interval, ratio_to(dense_score, score), **fields
-    )
+    fields: dict[str, Any] = {**answers.spent, "ratio_to_dense": ratio_to(dense_score, score)}
+    fields |= {"interval": interval, "samples": sum(map(len, scores.values())), "extra": extra}
+    return EvalRow("ruler", case.method, case.setting, score, "RULER's average", **fields)
 
 
 def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -162,9 +162,9 @@ def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun,
     half, most = done.first_token(0.5), done.first_token(0.99)
     first = {"first_token_p50_s": half, "first_token_p99_s": most}
     extra = {"length": length, "batch": requests, **first, "seconds": done.seconds, **speedups(dense, done.rate)}
-    fields: dict[str, Any] = {**read, "latency_s": half, "peak_memory_mb": done.peak_mb, "samples": requests, "extra": extra}
-    ratio = done.rate / max(dense.values())
-    return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", None, ratio, **fields)
+    fields: dict[str, Any] = {"ratio_to_dense": done.rate / max(dense.values()), "latency_s": half, "extra": extra}
+    fields |= {**read, "peak_memory_mb": done.peak_mb, "samples": requests}
+    return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", **fields)
 
 
 TASK = Task(
