@@ -56,24 +56,12 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     selection, chosen = _selection(options, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
-    gate = None if selection is None else selection.gate
-    saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
-    identity = model.fingerprint() if saved else {}
-    for artifact in saved:
-        if warning := artifacts.check_model(artifact.manifest, identity, strict=options.strict):
-            _warn_once(warning)
-    if router is not None and router.routing_warning:
-        _warn_once(router.routing_warning)
-    if selection is not None:
-        check_selection(selection, config)
+    _check_artifacts(model, selection, router, strict=options.strict)
     decoding = _decoding(router, options, config)
     shard = model.shard()
-    if shard.ranks > 1 and gate is not None:
-        if chosen is None:
-            raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
-        selection = Selection.from_config(chosen, gate.shard(shard))
-    if shard.ranks > 1 and router is not None:
-        router = router.shard(shard)
+    if shard.ranks > 1:
+        selection = _sharded(selection, chosen, shard)
+        router = None if router is None else router.shard(shard)
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(
@@ -81,8 +69,6 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     )
     routed, below = None, options.dense_below
     if router is not None:
-        if decoding["budget"] == Probes(router.num_buckets) and options.probes is options.keys is None:
-            _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
         routed = RoutedDecoding(
             router=router, **decoding, independent=options.independent, measure_recall=options.measure_recall,
             statistics=statistics,
@@ -111,7 +97,7 @@ def check_options(config: "PreTrainedConfig", options: AttachOptions) -> None:
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, ModelWarning, stacklevel=5)  # at the caller's with statement
+    warnings.warn(message, ModelWarning, stacklevel=6)  # at the caller's with statement
 
 
 def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | None, SelectConfig | None]:
@@ -131,6 +117,29 @@ def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | N
     if gate is not None and not chosen.by_gate:
         raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
     return Selection.from_config(chosen, gate), chosen
+
+
+def _check_artifacts(model: ModelInfo, selection: Selection | None, router: Router | None, *, strict: bool) -> None:
+    """Raises UserError for a selection or artifacts that do not fit the model, and warns about doubtful ones."""
+    gate = None if selection is None else selection.gate
+    saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
+    identity = model.fingerprint() if saved else {}
+    for artifact in saved:
+        if warning := artifacts.check_model(artifact.manifest, identity, strict=strict):
+            _warn_once(warning)
+    if router is not None and router.routing_warning:
+        _warn_once(router.routing_warning)
+    if selection is not None:
+        check_selection(selection, model.config)
+
+
+def _sharded(selection: Selection | None, chosen: SelectConfig | None, shard: HeadShard) -> Selection | None:
+    """Returns the selection, built from ``chosen``, with the gate's heads of one rank."""
+    if selection is None or selection.gate is None:
+        return selection
+    if chosen is None:
+        raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+    return Selection.from_config(chosen, selection.gate.shard(shard))
 
 
 def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int:
@@ -157,6 +166,8 @@ def _decoding(router: Router | None, options: AttachOptions, config: "PreTrained
     ok = max(numbers["dense_layers"], default=0) < layers
     require(ok, "dense_layers", numbers["dense_layers"], f"expected 0 to {layers - 1}")
     budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
+    if budget == Probes(router.num_buckets) and options.probes is options.keys is None:
+        _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
     return {"budget": budget, **numbers}
 
 
