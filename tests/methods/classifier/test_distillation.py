@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, routing_recall
+from msattn.trainer.methods.classifier.distillation import Distiller, routing_recall
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.classifier.targets import QueryTargets
+from msattn.trainer.methods.classifier.targets import BatchSeeds, CachedBatches, QueryTargets
 from tests.factory import random_partition
 
 

@@ -9,54 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from msattn.trainer.methods.buckets import hash32
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.classifier.targets import QueryTargets
 
 MAX_PROBES = 32  # largest number of probes for which routing recall is measured
 RECALL_ROWS = 1024  # rows of a classifier evaluated at once
-SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from those of layers, heads and rows
-
-
-class BatchSeeds(Dataset[dict[str, int]]):
-    """Seeds of batches: item i depends only on (seed, i)."""
-
-    def __init__(self, seed: int, length: int) -> None:
-        self.seed, self.length = seed, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, int]:
-        return {"batches": hash32(hash32(self.seed ^ SALT) ^ index)}
-
-
-class CachedBatches:
-    """Random batches of cached ``data``: a seed samples ``batch_queries`` rows of a classifier, with replacement."""
-
-    def __init__(self, data: QueryTargets, layers: list[int], batch_queries: int) -> None:
-        self.data = data
-        device = data.queries.device
-        layer, head, sample = (
-            torch.as_tensor(values, device=device) for values in (layers, range(data.count.shape[1]), range(batch_queries))
-        )
-        head_hashes = hash32(hash32(layer)[:, None] ^ head)
-        self.sample_hashes = hash32(head_hashes[:, :, None, None] ^ sample)  # [layers, H, 1, n], the same in any group
-
-    def sample(self, batch_seeds: Tensor) -> Tensor:
-        """Samples rows of each classifier uniformly: int64 ``[layers, H, m * n]`` for ``batch_seeds`` int64 ``[m]``."""
-        start, count = self.data.start[:, :, None, None], self.data.count[:, :, None, None]
-        offset = hash32(self.sample_hashes ^ batch_seeds[:, None]) * count >> 32
-        return (offset + start).flatten(2)
-
-    def __call__(self, batch_seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, targets and entropy of the rows that :meth:`sample` returns."""
-        rows = self.sample(batch_seeds)
-        gathered = (table.index_select(0, rows.flatten()) for table in (self.data.queries, self.data.targets))
-        queries, targets = (values.view(*rows.shape, -1) for values in gathered)
-        return queries, targets, self.data.entropy[rows]
 
 
 class Distiller(nn.Module):

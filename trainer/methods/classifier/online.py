@@ -8,18 +8,17 @@ run repeats the round in which it stopped.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from msattn.trainer import data, models
 from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.classifier.targets import CANDIDATES, key_buckets, layer_targets
+from msattn.trainer.methods.classifier.targets import CANDIDATES, TrainingBatches, key_buckets, layer_targets
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import activity
@@ -28,22 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class BatchNumbers(Dataset[int]):
-    """Numbers of batches, in order."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    @staticmethod
-    def collate(numbers: list[int]) -> dict[str, list[int]]:
-        """Returns the batch of a forward pass as plain integers, which are read without waiting for the device."""
-        return {"batches": numbers}
+def numbered(numbers: list[int]) -> dict[str, list[int]]:
+    """Returns the batch of a forward pass; as plain integers, which are read without synchronizing with the device."""
+    return {"batches": numbers}
 
 
 @dataclass(frozen=True)
@@ -54,6 +40,16 @@ class OnlineTargets:
     chunks: data.Chunks  # prompts, visited in rotation
     partition: KMeans
     cfg: TrainQModelConfig
+    memory_keys: ClassVar = "steps_per_prompt", "prompts_at_once"  # of qmodel, to lower if a layer does not fit into memory
+
+    def load_model(self) -> "PreTrainedModel":
+        """Returns the model, which computes the targets."""
+        return self.model
+
+    def batches(self, layers: list[int], num_heads: int) -> TrainingBatches:
+        """Returns the batches that train ``num_heads`` classifiers of each of ``layers`` together, in the order of rounds."""
+        numbers = range(self.cfg.train.steps * self.cfg.train.batch_size)
+        return TrainingBatches(OnlineBatches(self, layers, num_heads), numbers, numbered, shuffle=False)
 
     @property
     def batches_per_round(self) -> int:

@@ -7,18 +7,20 @@ device.
 
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from accelerate.state import PartialState
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.trainer import data, models
 from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.buckets import layer_index
+from msattn.trainer.methods.buckets import hash32, layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 CANDIDATES = 8  # query positions examined for each that is kept: about a fifth of the queries are long-range
 MIN_QUERIES = 16  # minimum per head and prompt: if fewer are long-range, those with the most distant top key are added
 ENTROPY_BYTES = 4  # bytes per row, in addition to its fp16 query and target
+SALT = 0x9E3779B9  # separates the hashes of small seeds and batch numbers from those of layers, heads and rows
 
 
 def key_buckets(x: LayerInputs, partition: KMeans) -> Tensor:
@@ -128,6 +131,54 @@ class QueryTargets:
     count: Tensor  # int64 [layers, H], its number of rows, at least one
 
 
+class BatchSeeds(Dataset[dict[str, int]]):
+    """Seeds of batches: item i depends only on (seed, i)."""
+
+    def __init__(self, seed: int, length: int) -> None:
+        self.seed, self.length = seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"batches": hash32(hash32(self.seed ^ SALT) ^ index)}
+
+
+class CachedBatches:
+    """Random batches of cached ``data``: a seed samples ``batch_queries`` rows of a classifier, with replacement."""
+
+    def __init__(self, data: QueryTargets, layers: list[int], batch_queries: int) -> None:
+        self.data = data
+        device = data.queries.device
+        layer, head, sample = (
+            torch.as_tensor(values, device=device) for values in (layers, range(data.count.shape[1]), range(batch_queries))
+        )
+        head_hashes = hash32(hash32(layer)[:, None] ^ head)
+        self.sample_hashes = hash32(head_hashes[:, :, None, None] ^ sample)  # [layers, H, 1, n], the same in any group
+
+    def sample(self, batch_seeds: Tensor) -> Tensor:
+        """Samples rows of each classifier uniformly: int64 ``[layers, H, m * n]`` for ``batch_seeds`` int64 ``[m]``."""
+        start, count = self.data.start[:, :, None, None], self.data.count[:, :, None, None]
+        offset = hash32(self.sample_hashes ^ batch_seeds[:, None]) * count >> 32
+        return (offset + start).flatten(2)
+
+    def __call__(self, batch_seeds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, targets and entropy of the rows that :meth:`sample` returns."""
+        rows = self.sample(batch_seeds)
+        gathered = (table.index_select(0, rows.flatten()) for table in (self.data.queries, self.data.targets))
+        queries, targets = (values.view(*rows.shape, -1) for values in gathered)
+        return queries, targets, self.data.entropy[rows]
+
+
+class TrainingBatches(NamedTuple):
+    """Batches of the classifiers of some layers, as :func:`msattn.trainer.training.loop.fit` takes them."""
+
+    draw: Callable[[Any], tuple[Tensor, Tensor, Tensor]]  # of items, as Distiller takes it
+    dataset: Any  # seeds or numbers of batches
+    collate: Callable[[list[Any]], dict[str, Any]] | None = None
+    shuffle: bool = True
+
+
 @dataclass(frozen=True)
 class TargetCache:
     """Queries and targets of the prompts ``chunks``, cached in files."""
@@ -137,6 +188,17 @@ class TargetCache:
     chunks: data.Chunks
     partition: KMeans
     cfg: TrainQModelConfig
+    memory_keys: ClassVar = "num_prompts", "queries_per_prompt"  # of qmodel, to lower if a layer does not fit into memory
+
+    def load_model(self) -> "PreTrainedModel":
+        """Loads the model again: training from cached targets uses all of the memory."""
+        return models.load(self.cfg.model, device=self.cfg.device, dtype=self.cfg.dtype, seed=self.cfg.seed).model
+
+    def batches(self, layers: list[int], num_heads: int) -> TrainingBatches:
+        """Returns the batches that train ``num_heads`` classifiers of each of ``layers`` together."""
+        cfg, rows = self.cfg, self.load(layers, num_heads, self.partition.centroids.device)
+        draw = CachedBatches(rows, layers, cfg.qmodel.batch_queries)
+        return TrainingBatches(draw, BatchSeeds(cfg.seed, cfg.train.steps * cfg.train.batch_size))
 
     def part_name(self, prompt: int) -> str:
         """Returns the name of the part that holds one prompt."""
@@ -198,6 +260,10 @@ class TargetCache:
             raise UserError(f"qmodel.min_distance={cfg.min_distance}: some head has no query with keys that far away {where}")
         if not self.totals("long_range").any():
             raise UserError(f"qmodel.long_range={cfg.long_range}: no query has its top key that far away {where}")
+
+    def pass_bytes(self) -> int:
+        """Returns 0: no pass of the model runs during training."""
+        return 0
 
     def max_layer_bytes(self, num_heads: int = 0) -> int:
         """Returns the memory that the rows of the largest layer take, in bytes, for any number of classifiers."""

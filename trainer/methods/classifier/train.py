@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
@@ -25,9 +24,9 @@ from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.memory import free_memory, release_memory
 from msattn.trainer.methods.buckets import decode_defaults, decode_window, layer_index
 from msattn.trainer.methods.budgets import KeyThresholds
-from msattn.trainer.methods.classifier.distillation import BatchSeeds, CachedBatches, Distiller, average_layers, routing_recall
+from msattn.trainer.methods.classifier.distillation import Distiller, average_layers, routing_recall
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.classifier.online import BatchNumbers, OnlineBatches, OnlineTargets
+from msattn.trainer.methods.classifier.online import OnlineTargets
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
@@ -186,7 +185,7 @@ class _Job:
 
         Raises UserError if ``qmodel.layers_at_once`` layers do not fit into memory, or a single one does not.
         """
-        cfg, online = self.cfg, isinstance(self.train, OnlineTargets)
+        cfg, pass_bytes = self.cfg, self.train.pass_bytes()
         *_, num_buckets, head_dim = self.partition.centroids.shape
         weights = cfg.qmodel.hidden * (head_dim + num_buckets)
         elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
@@ -194,34 +193,25 @@ class _Job:
         layer_bytes += self.heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
         on_gpu = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_memory() // processes
-        if isinstance(self.train, OnlineTargets):
-            free = max(0, free - self.train.pass_bytes())
+        free = max(0, free - pass_bytes)
         given = cfg.qmodel.layers_at_once
         wanted = min(given or 1, layers)
         if wanted * layer_bytes > free:
             memory = f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
             if wanted > 1:
                 raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set it to null")
-            if online:
-                one = f"steps_per_prompt={cfg.qmodel.steps_per_prompt}: beside a pass of the model, training one layer takes"
-                raise UserError(f"qmodel.{one} {memory} qmodel.prompts_at_once")
-            one = f"num_prompts={cfg.qmodel.num_prompts}: training one layer takes"
-            raise UserError(f"qmodel.{one} {memory} qmodel.queries_per_prompt")
+            key, other = self.train.memory_keys
+            beside = "beside a pass of the model, " if pass_bytes else ""
+            one = f"qmodel.{key}={getattr(cfg.qmodel, key)}: {beside}training one layer takes"
+            raise UserError(f"{one} {memory} qmodel.{other}")
         return given or max(1, int(MEMORY_SHARE * free / layer_bytes))
 
     def train_layers(self, layers: list[int]) -> None:
         """Trains the classifiers of ``layers`` together and saves each layer as a part."""
         began, cfg, whole = time.perf_counter(), self.cfg, self.partition
         partition = KMeans(whole.centroids[[layer_index(whole.layers, layer) for layer in layers]], layers, whole.rope)
-        heldout, length = self.heldout.load(layers, self.heads, self.device), cfg.train.steps * cfg.train.batch_size
-        draw: CachedBatches | OnlineBatches
-        dataset: Dataset[Any]
-        online = isinstance(self.train, OnlineTargets)
-        if isinstance(self.train, OnlineTargets):
-            draw, dataset = OnlineBatches(self.train, layers, self.heads), BatchNumbers(length)
-        else:
-            cached = self.train.load(layers, self.heads, self.device)
-            draw, dataset = CachedBatches(cached, layers, cfg.qmodel.batch_queries), BatchSeeds(cfg.seed, length)
+        heldout = self.heldout.load(layers, self.heads, self.device)
+        batches = self.train.batches(layers, self.heads)
         qmodel = QModel(partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(self.device)
         bf16 = self.device.type == "cuda" and models.resolve_dtype(cfg.dtype, self.device) != torch.float32
         loading_seconds = time.perf_counter() - began
@@ -231,8 +221,8 @@ class _Job:
         run_name = f"{cfg.model.name}-{cfg.name}-qmodel-{layer_range(layers)}"
         with Tracker.of_job(cfg, "train-qmodel", folder=folder, run_name=run_name) as tracker:
             result = fit(
-                Distiller(qmodel, draw, bf16=bf16),
-                dataset,
+                Distiller(qmodel, batches.draw, bf16=bf16),
+                batches.dataset,
                 train=cfg.train,
                 folder=folder,
                 tracker=tracker,
@@ -241,8 +231,8 @@ class _Job:
                 resume=cfg.resume,
                 evaluate=lambda: average_layers(routing_recall(qmodel, heldout, [probes])),
                 optimizer="adam",
-                collate=BatchNumbers.collate if online else None,
-                shuffle=not online,
+                collate=batches.collate,
+                shuffle=batches.shuffle,
             )
             metrics = {
                 layer: {"loss": result.losses[f"layer {layer}"], **recalls}
@@ -257,15 +247,8 @@ class _Job:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def calibrated_thresholds(self) -> KeyThresholds:
-        """Returns the thresholds of the trained classifiers; the ranks divide the chunks.
-
-        The model is loaded again, unless its passes compute the targets: training from cached targets uses all of the memory.
-        """
-        cfg = self.cfg
-        if isinstance(self.train, OnlineTargets):
-            model = self.train.model
-        else:
-            model = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed).model
+        """Returns the thresholds of the trained classifiers; the ranks divide the chunks."""
+        cfg, model = self.cfg, self.train.load_model()
         qmodel = QModel(self.partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual)
         qmodel.load_state_dict(self.trained_tensors())
         chunks = distributed.rank_shard(self.train.chunks, KEY_CALIBRATION_CHUNKS)
