@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from pkgutil import get_data
 from typing import Any
 
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
@@ -102,7 +103,7 @@ def first_sentence(group: str, option: str) -> str:
     if group == "select" and option in POLICIES:
         return str(policies.BY_NAME[option].__doc__).splitlines()[0].replace("``", "")
     if group == "select" and option in BASELINES:
-        described = ast.get_docstring(ast.parse((UNTRAINED / "scores" / f"{option}.py").read_text(encoding="utf-8"))) or ""
+        described = ast.get_docstring(ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")) or ""
         return f"Untrained: {described.splitlines()[0]}"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # otherwise an option of --config-dir
     comment = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import KW_ONLY, asdict, field, fields, replace
-from pathlib import Path
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -26,9 +27,10 @@ from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
 POLICIES: dict[str, dict[str, Any]] = {}  # by name: its own keys with their defaults, filled from the fields of SelectConfig
-UNTRAINED = Path(__file__).parent.parent / "methods" / "untrained"  # a file is a method; its import would import torch
+UNTRAINED = "msattn.trainer.methods.untrained"  # a module of its packages is a method; its import would import torch
 BASELINES, ROUTERS = (
-    tuple(sorted(path.stem for path in (UNTRAINED / kind).glob("[!_]*.py"))) for kind in ("scores", "routers")
+    tuple(sorted(module.name for module in iter_modules(import_module(f"{UNTRAINED}.{kind}").__path__)))
+    for kind in ("scores", "routers")
 )
 GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}  # name -> module in trainer/methods/gate
 SCORES = (*GATE_SCORES, *BASELINES)
