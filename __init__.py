@@ -7,6 +7,9 @@ Public API, loaded on first use so that ``import msattn`` is fast and does not i
 - ``msattn.register``: lets transformers load models with ``from_pretrained(..., attn_implementation="msattn")``.
 - ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
 - ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
+- ``msattn.Selection``: a policy, e.g. ``msattn.TopK``, with a scorer of your own, derived from ``msattn.UntrainedScorer``; its
+  tools are ``msattn.aligned_blocks``, ``msattn.normalize_rows`` and ``msattn.calibrate_blocks``.
+- ``msattn.EMBEDDED``: path of the small model that ships with msattn.
 - ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct.
 - ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``.
 """
@@ -41,49 +44,37 @@ if TYPE_CHECKING:
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.trainer.config import SelectConfig
     from msattn.trainer.errors import UserError
+    from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
+    from msattn.trainer.methods.policies import TopK
+    from msattn.trainer.methods.selection import Selection
+    from msattn.trainer.methods.thresholds import calibrate_blocks
+    from msattn.trainer.methods.untrained.base import UntrainedScorer
+    from msattn.trainer.models import EMBEDDED
     from msattn.trainer.serving.attach import attach, disable, enable, enabled, load
     from msattn.trainer.serving.implementation import register
 
-_MODULES = {name: operation.module for name, operation in OPERATIONS.items()} | {
-    "SelectConfig": "msattn.trainer.config",
-    "UserError": "msattn.trainer.errors",
-    "attach": "msattn.trainer.serving.attach",
-    "disable": "msattn.trainer.serving.attach",
-    "enable": "msattn.trainer.serving.attach",
-    "enabled": "msattn.trainer.serving.attach",
-    "load": "msattn.trainer.serving.attach",
-    "register": "msattn.trainer.serving.implementation",
+_OTHERS = {
+    "msattn.trainer.config": ("SelectConfig",),
+    "msattn.trainer.errors": ("UserError",),
+    "msattn.trainer.methods.blocks": ("aligned_blocks", "normalize_rows"),
+    "msattn.trainer.methods.policies": ("TopK",),
+    "msattn.trainer.methods.selection": ("Selection",),
+    "msattn.trainer.methods.thresholds": ("calibrate_blocks",),
+    "msattn.trainer.methods.untrained.base": ("UntrainedScorer",),
+    "msattn.trainer.models": ("EMBEDDED",),
+    "msattn.trainer.serving.attach": ("attach", "disable", "enable", "enabled", "load"),
+    "msattn.trainer.serving.implementation": ("register",),
 }
-__all__ = [  # noqa: RUF022  # operations last
-    "SelectConfig",
-    "UserError",
-    "__version__",
-    "attach",
-    "disable",
-    "enable",
-    "enabled",
-    "load",
-    "register",
-    "best_blocks",
-    "block_sparse_attention",
-    "bucket_decode",
-    "bucket_mass",
-    "conv_attention",
-    "conv_decode",
-    "flash_decode",
-    "gate_scores",
-    "head_mix_attention",
-    "maxpool_attention",
-    "merge_states",
-    "multiscale_attention",
-    "nearest_centroid",
-    "paged_block_sparse_attention",
-    "paged_bucket_decode",
-    "paged_bucket_sizes",
-    "paged_flash_decode",
-    "pool_blocks",
-    "probe_buckets",
-]
+_MODULES = {name: operation.module for name, operation in OPERATIONS.items()}
+_MODULES |= {name: module for module, names in _OTHERS.items() for name in names}
+__all__ = [
+    "EMBEDDED", "SelectConfig", "Selection", "TopK", "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach",
+    "best_blocks", "block_sparse_attention", "bucket_decode", "bucket_mass", "calibrate_blocks", "conv_attention",
+    "conv_decode", "disable", "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load",
+    "maxpool_attention", "merge_states", "multiscale_attention", "nearest_centroid", "normalize_rows",
+    "paged_block_sparse_attention", "paged_bucket_decode", "paged_bucket_sizes", "paged_flash_decode", "pool_blocks",
+    "probe_buckets", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

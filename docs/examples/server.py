@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
-from msattn.trainer.models import EMBEDDED
 
-tokenizer, model = AutoTokenizer.from_pretrained(EMBEDDED), AutoModelForCausalLM.from_pretrained(EMBEDDED)
+tokenizer, model = AutoTokenizer.from_pretrained(msattn.EMBEDDED), AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
 source = Path(json.decoder.__file__).read_text(encoding="utf-8")
 requests = [source[:length] for length in (3000, 6000, 9000, 12000)]  # characters
 

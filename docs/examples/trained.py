@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
-from msattn.trainer.models import EMBEDDED
 
-tokenizer, model = AutoTokenizer.from_pretrained(EMBEDDED), AutoModelForCausalLM.from_pretrained(EMBEDDED)
+tokenizer, model = AutoTokenizer.from_pretrained(msattn.EMBEDDED), AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
 lines = inspect.getsource(json.decoder).splitlines(keepends=True)[:300]
 fact, question = " The secret number of amber falcon is 48213. ", "The secret number of amber falcon is"
 prompt = tokenizer("".join([*lines[:40], fact, *lines[40:]]) + question, return_tensors="pt", return_token_type_ids=False)

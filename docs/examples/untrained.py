@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
-from msattn.trainer.models import EMBEDDED  # the small model that ships with msattn
 
-name = sys.argv[1] if len(sys.argv) > 1 else str(EMBEDDED)
+name = sys.argv[1] if len(sys.argv) > 1 else str(msattn.EMBEDDED)  # the small model that ships with msattn
 text = Path(sys.argv[2] if len(sys.argv) > 2 else msattn.__file__).read_text(encoding="utf-8")
 tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name, device_map="auto")
 prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)

@@ -180,15 +180,24 @@ def _candidate_blocks(
 
 
 def normalize_rows(scores: Tensor) -> Tensor:
-    """Divides rows by their sums; a row of zeros stays zero."""
+    """Divides the rows of block scores ``[..., Tc]``, fp32, by their sums; a row of zeros stays zero."""
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
-    """Splits the tokens of ``x [B, H, N, D]`` from ``start`` on, int64 ``[B | 1]`` (None: 0), into blocks.
+    """Splits the tokens of queries, keys or values into blocks, after the padding of each sequence.
 
-    Returns ``[B, H, T, block_size, D]``, a view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block
-    is filled with the last token, which leaves its maximum and minimum unchanged.
+    Parameters
+    ----------
+    x : Tensor ``[B, H, N, D]``, of any dtype.
+    start : Tensor int64 ``[B | 1]``, the first token that is not padding; None: 0.
+    block_size : number of tokens in a block.
+
+    Returns
+    -------
+    Tensor ``[B, H, T, block_size, D]``
+        A view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block is filled with the last token,
+        which leaves its maximum and minimum unchanged.
     """
     tokens = x.shape[2]
     blocks = -(-tokens // block_size)

@@ -33,7 +33,12 @@ class _Policy:
 
 @dataclass(frozen=True)
 class TopK(_Policy):
-    """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
+    """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones.
+
+    Parameters
+    ----------
+    sparsity : share of the causally visible blocks that is not read, from 0 to less than 1; UserError for others.
+    """
 
     name = "topk"
     sparsity: float

@@ -158,9 +158,13 @@ def calibrate_blocks(
 ) -> dict[str, BlockThresholds]:
     """Returns thresholds on the scores of each layer for a grid of mean sparsities, of all ``scorers`` in one dense pass.
 
-    The scorers, by name, belong to gates (``GateScores``) or training-free methods. ``chunks`` are this rank's items
-    ``{"input_ids": int64 [N]}``, from training text and never from test text. ``always`` are the blocks that each row always
-    reads; ``allocation`` applies to all scorers (None: each uses its own).
+    Parameters
+    ----------
+    scorers : scorers of gates (``GateScores``) or training-free methods, by name.
+    teacher : the model, with dense attention.
+    chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test text.
+    always : blocks that each row always reads.
+    allocation : applies to all scorers; None: each uses its own.
     """
     allocations = {name: allocation or allocation_of(scorer) for name, scorer in scorers.items()}
     found: dict[tuple[str, int], _Histograms] = {}

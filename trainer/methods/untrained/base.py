@@ -25,14 +25,23 @@ CHUNK_BYTES = 2**28  # bytes in memory at once for scores of single queries
 
 @dataclass(frozen=True)
 class UntrainedScorer(ABC):
-    """A :class:`~msattn.trainer.methods.base.Scorer` whose fields are those of ``select`` with their names."""
+    """Base of training-free block scores; its fields are those of ``select`` with their names.
+
+    Parameters
+    ----------
+    block_size : number of tokens in a block.
+    """
 
     method: ClassVar[Method]
     block_size: int = 64
 
     @abstractmethod
     def __call__(self, x: "LayerInputs") -> Tensor:
-        """Returns the block scores of a layer: fp32 ``[B, Hq, Tr, Tc]``."""
+        """Returns the block scores of a layer: fp32 ``[B, Hq, Tr, Tc]``.
+
+        Rows sum to 1 over the :meth:`visible` blocks and are 0 elsewhere (``msattn.normalize_rows``). ``x`` holds the queries
+        ``x.q [B, Hq, N, D]``, the keys ``x.k [B, Hkv, M, D]``, both after RoPE, and the left padding ``x.kv_start [B]``.
+        """
 
     def visible(self, x: "LayerInputs") -> Tensor:
         """Returns the causally visible blocks: bool ``[B | 1, 1, Tr, Tc]``."""
