@@ -75,9 +75,10 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
         raise UserError(f"{name}: {shown(text)}: expected key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
     if key not in ("gate", "qmodel"):
         return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]
-    if value == "embedded" or (key == "qmodel" and value in ROUTERS) or is_hub_id(value):
-        return key, value
     path = os.path.abspath(os.path.expanduser(value))
+    is_name = value in ROUTERS or (value.isidentifier() and not os.path.lexists(path))  # also a wrong one
+    if value == "embedded" or (key == "qmodel" and is_name) or is_hub_id(value):
+        return key, value
     return key, OWN if os.path.realpath(path) == os.path.realpath(model) else path
 
 
