@@ -91,7 +91,7 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
         ),
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
         (["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: expected gate"),
-        (["generate", *SMALL, "name=none", "--prompt", "a"], "no artifact to try"),
+        (["generate", *SMALL, "name=none", "--prompt", "a"], "no gate, k-means or classifier here"),
         (["generate", *SMALL, "--prompt", text(4096)], "positions for 4096 tokens"),
         (["generate", "--prompt", " "], "--prompt: empty"),
     ],

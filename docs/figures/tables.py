@@ -9,7 +9,6 @@ and ``<!-- end -->``. Each cell is a number of one row of a file, or its mean ov
 import re
 from collections.abc import Mapping
 from itertools import chain
-from statistics import fmean
 
 from cells import FOLDER, Cell, Table, Where, rows
 
@@ -79,7 +78,6 @@ FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
 PROBES = ("2 probes", "4 probes", "11 probes")
 WITHOUT_TRAINING = {title: {"method": ROUTERS[title]} for title in list(ROUTERS)[2:] if not title.startswith("k-means")}
 SMOLLM2 = {"model": "smollm2", "task": "ruler"}
-AT_4096 = {**SMOLLM2, "length": "4096"}
 RULER_BLOCKS = {"select": "topk", "length": "16384"}
 NEEDLE_BLOCKS = [("gate", "0.9"), *((title, "0.95") for title in ("gate", "Quest bounds", "vertical-slash"))]
 NEEDLE_BLOCKS += [("mean pooling", "0.9"), ("A-shape", "0.9")]
@@ -110,15 +108,6 @@ COMPARED_BY = {  # title and form of a task's number
     "ruler": ("RULER (%)", ".1%", SCORE),
     "leval": ("likelihood of expected answers over dense", ".3f", RATIO),
 }
-
-
-def ranked(where: Where) -> list[str]:
-    """Returns the methods of a comparison, dense attention and then those with the best mean score."""
-    scores: dict[str, list[float]] = {}
-    for row in COMPARED:
-        if all(row[key] == value for key, value in where.items()):
-            scores.setdefault(row["method"], []).append(float(row["score"]))
-    return sorted(scores, key=lambda method: (method != "dense", -fmean(scores[method])))
 
 
 def comparison(model: str, task: str) -> Table:
@@ -218,19 +207,6 @@ TABLES = {
         for model in ("smollm2", "gemma3_270m")
     },
     "leaderboard": Table(
-        "comparison",
-        "method",
-        {COMPARED_TITLES.get(method, method): {"method": method} for method in ranked(AT_4096)},
-        [
-            Cell("0 %: answers (%)", ".1%", "score", setting=""),
-            *chain.from_iterable(
-                (Cell(f"{share} (%)", ".1%", "score", setting=x), Cell("read (%)", ".1%", "selectivity", setting=x))
-                for share, x in AT_80_AND_90.items()
-            ),
-        ],
-        **AT_4096,
-    ),
-    "leaderboard-ratios": Table(
         "leaderboard",
         "method",
         {

@@ -84,7 +84,7 @@ def test_without_settings_a_selection_without_training_serves_and_other_layers_k
     dense = tiny_model("gemma3_text")
     dense.load_state_dict(model.state_dict())
     copied = deepcopy(model)
-    with pytest.warns(ModelWarning, match="names nothing of msattn's, so prompts read blocks by vertical_slash"):
+    with pytest.warns(ModelWarning, match="has no msattn settings: prompts use the training-free selection vertical_slash"):
         found = model(ids).logits
     with msattn.attach(dense, select="vertical_slash"):
         assert torch.equal(found, dense(ids).logits)

@@ -54,7 +54,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The keys of ``manifest.json``. Artifacts of version 0.2.0 have no ``checksum``."""
+    """The keys of ``manifest.json``."""
 
     kind: str
     format_version: int
@@ -67,7 +67,7 @@ class Manifest:
     tensors: dict[str, TensorInfo]
     content_hash: Sha256
     created: str
-    checksum: Sha256 | None = None
+    checksum: Sha256
 
 
 @dataclass(frozen=True)

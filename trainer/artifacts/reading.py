@@ -81,7 +81,7 @@ def _read(folder: Path, path: str | Path, kind: str | None) -> Artifact:
     manifest = read_manifest(folder, path, kind)
     where = f"artifact {path}: {CONFIG}"
     text = read_text(folder / CONFIG, where, MAX_CONFIG_BYTES)
-    if manifest.get("checksum") not in (None, checksum(manifest, text)):
+    if manifest["checksum"] != checksum(manifest, text):
         raise UserError(f"artifact {path}: checksum of {MANIFEST} and {CONFIG} differs; one of the files was altered")
     config = parse_yaml(text, where)
     return Artifact(manifest["kind"], _read_tensors(folder, path, manifest), config, manifest, folder)

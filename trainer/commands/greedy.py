@@ -54,6 +54,8 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     With a training-free selection such as ``select=quest``, only artifacts from the configuration count.
     """
     untrained = not cfg.select.by_gate
+    if untrained and cfg.artifacts.gate:
+        raise UserError(f"artifacts.gate={cfg.artifacts.gate}: select={cfg.select.scores} reads no gate; give one of them")
     chosen: dict[str, str | Path | None] = {
         kind: getattr(cfg.artifacts, kind) or (None if untrained else artifacts.default_artifact(cfg, kind))
         for kind in artifacts.KINDS
@@ -64,10 +66,13 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
         config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(
-            f"{folder}: no artifact to try; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, or add select=quest, "
-            "which needs no training"
+            f"{folder}: no gate, k-means or classifier here; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, "
+            "or add select=quest, which needs no training"
         )
     given = [kind for kind in ROUTER_KINDS if getattr(cfg.artifacts, kind)]
+    if len(given) > 1:
+        listed = ", ".join(f"artifacts.{kind}={chosen[kind]}" for kind in given)
+        raise UserError(f"{listed}: expected one of them, since one router decodes")
     found = given or [kind for kind in ROUTER_KINDS if chosen[kind]]
     return chosen | dict.fromkeys(set(ROUTER_KINDS) - {*found[:1]})  # one router decodes
 

@@ -51,7 +51,7 @@ def _own_key(text: str, **policies: Any) -> Any:
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
-    Each of the last keys belongs to one policy: null stands for its default, and other policies refuse it. Sink blocks, local
+    The last keys belong to some policies: null stands for their default, and other policies refuse it. Sink blocks, local
     blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their
     paper.
     ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense and counted in
@@ -86,7 +86,9 @@ class SelectConfig:
     mass: Annotated[Number, Interval(gt=0, le=1)] | None = _own_key(
         "sum of the row-normalized scores of the blocks read", nucleus=0.95
     )
-    tokens: Tokens | None = _own_key("largest number of keys that a query block reads", token_budget=1024)
+    tokens: Tokens | None = _own_key(
+        "largest number of keys that a query block reads, at least the blocks that are always read", token_budget=1024
+    )
     shares: Annotated[list[Share], AfterValidator(_four_shares)] | None = _own_key(
         "shares of the visible blocks, best first, that are read at zooms 1, 2, 4 and 8", multiscale=[0.1, 0.1, 0.2, 0.4]
     )

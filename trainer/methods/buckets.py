@@ -249,7 +249,7 @@ def top_buckets(scores: Tensor, probes: int) -> Tensor:
 def hash32(word: Any) -> Any:
     """Bijective 32-bit integer hash of an int or an int64 Tensor, exact on every device.
 
-    Both factors are below 2**31, so that no product overflows int64.
+    The factors are below 2**32 and 2**27, so that no product overflows int64.
     """
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF
     word = ((word >> 16) ^ word) * 0x45D9F3B & 0xFFFFFFFF

@@ -52,8 +52,11 @@ def configured_options(config: "PreTrainedConfig") -> AttachOptions:
     """
     given = settings_of(getattr(config, KEY, None))
     if given is None:
-        message = f"config.json names nothing of msattn's, so prompts read blocks by {DEFAULT}; msattn configure changes it"
-        warnings.warn(message, ModelWarning, stacklevel=2)
+        warnings.warn(
+            f"config.json has no msattn settings: prompts use the training-free selection {DEFAULT}; see msattn configure",
+            ModelWarning,
+            stacklevel=2,
+        )
         given = {"select": DEFAULT}
     own = {name: config.name_or_path for name in ("gate", "qmodel") if given.get(name) == OWN}
     return artifact_options(given | own, f"config.json: {KEY}")

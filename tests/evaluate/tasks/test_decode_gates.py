@@ -13,6 +13,7 @@ from msattn.trainer.commands import greedy
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares, share_curve
 from msattn.trainer.evaluate.compared import add_routers
@@ -127,7 +128,12 @@ def test_one_router_decodes(tmp_path: Path) -> None:
     assert chosen() == ["qmodel"]
     assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]
     assert chosen("artifacts.kmeans=embedded") == ["kmeans"]
-    assert chosen("artifacts.kmeans=embedded", "artifacts.decode_gate=some/folder") == ["decode_gate"]
+    with pytest.raises(
+        UserError, match=r"artifacts\.decode_gate=some/folder, artifacts\.kmeans=embedded: expected one of them"
+    ):
+        chosen("artifacts.kmeans=embedded", "artifacts.decode_gate=some/folder")
+    with pytest.raises(UserError, match=r"artifacts\.gate=some/folder: select=quest reads no gate"):
+        chosen("select=quest", "artifacts.gate=some/folder")
     (tmp_path / "tiny" / "base" / "decode_gate").mkdir(parents=True)
     assert chosen() == ["qmodel"]
     assert chosen("artifacts.qmodel=embedded") == ["qmodel"]

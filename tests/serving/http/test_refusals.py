@@ -41,7 +41,7 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": ["a", "b"]}, "prompt", "expected one text"),
         ({"prompt": None}, "prompt", "prompt=null: expected one text"),
         ({"prompt": [-1]}, "prompt", "expected one text"),
-        ({"prompt": [4096]}, "prompt", "token 4096 is none of the 4096 of the model"),
+        ({"prompt": [4096]}, "prompt", "token 4096 is outside the vocabulary (4096 tokens)"),
         ({"prompt": "a b " * 4000}, "prompt", "exceed the 4096 tokens of a request"),
         ({"prompt": "a" * 140_000}, "prompt", "140000 characters exceed the 4096 tokens of a request; shorten"),
         ({"prompt": [1] * 6000}, None, "the body: more than 5096 values exceed the 4096 tokens of a request"),
@@ -59,7 +59,7 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"top_k": 10**310}, "top_k", "less than 2147483648"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"4096": 1}}, "logit_bias", "token 4096 is none of the 4096 of the model"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias", "token 4096 is outside the vocabulary (4096 tokens)"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5=101: input should be less than or equal to 100"),
         (
             {"response_format": {"type": "json_schema"}},

@@ -68,7 +68,8 @@ class Managers:
         held = getattr(self.model, "_cached_continuous_batching_manager", None)
         if held is not None and held not in self.sparse.paged.managers:
             raise UserError(
-                "generate_batch: a manager of before is kept; call model.destroy_cached_continuous_batching_manager() first"
+                "generate_batch: a manager created before attach is still cached; first call "
+                "model.destroy_cached_continuous_batching_manager()"
             )
         pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
         self.model.config._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends

@@ -155,7 +155,9 @@ class Service:
                     if len(body) > self._max_body:
                         raise too_large
                     if len(body) > SHORT_BODY and self._held > WAITING_BODIES * self._max_body:
-                        raise ApiError(503, "too many bytes of requests are waiting; try again later", code="unavailable")
+                        raise ApiError(
+                            503, "the server already holds too many bytes of requests; try again later", code="unavailable"
+                        )
         except ClientDisconnect as error:
             raise ApiError(400, "the client disconnected before its body was complete") from error
         except TimeoutError as error:

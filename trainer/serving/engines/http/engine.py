@@ -217,10 +217,10 @@ class Engine:
     def samplings(self, body: Body) -> list[Sampling]:
         """Returns the parameters of each answer that a request asks for; ApiError for a grammar that is not valid.
 
-        ``temperature`` and ``top_p`` are by default those of the model's generation_config.json, or 1.
+        ``temperature`` and ``top_p`` are by default those of the model's generation_config.json if it samples, otherwise 1.
         """
         if unknown := next((token for token in body.logit_bias or () if token >= self._sampler.vocabulary), None):
-            message = f"logit_bias: token {unknown} is none of the {self._sampler.vocabulary} of the model"
+            message = f"logit_bias: token {unknown} is outside the vocabulary ({self._sampler.vocabulary} tokens)"
             raise ApiError(400, message, param="logit_bias")
         seed = self._seeds.getrandbits(64) if body.seed is None else body.seed
         return [

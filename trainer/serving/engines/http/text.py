@@ -64,7 +64,9 @@ class PromptEncoder:
                 del tokens[0]  # the text has brought its own
             return tokens
         if unknown := next((token for token in prompt if token >= self._vocabulary), None):
-            raise ApiError(400, f"prompt: token {unknown} is none of the {self._vocabulary} of the model", param="prompt")
+            raise ApiError(
+                400, f"prompt: token {unknown} is outside the vocabulary ({self._vocabulary} tokens)", param="prompt"
+            )
         return prompt
 
     def _check_length(self, text: str, param: str) -> None:
