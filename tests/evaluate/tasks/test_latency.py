@@ -49,9 +49,8 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             assert row["extra"]["times_SDPA"] == pytest.approx(dense["score"] / row["score"])
             assert 0.15 < row["sparsity"] < sparsity + 0.1, "of few blocks, those that are always read are a large part"
             assert row["sparsity"] > 0, "the sparse path must be measured"
-            assert (
-                0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 10
-            )  # of other passes, on a busy machine too
+            # These are times of other passes, and the machine may be busy.
+            assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 10
     assert len(rows) == 2 * 3 + 2 * 4
     others = every.keys() - rows.keys()
     assert {(setting, length) for _, method, setting, length in others if method == "dense, SDPA"} == {
