@@ -68,7 +68,7 @@ def test_options_of_other_names_and_types_are_refused(name: str) -> None:
 
 def test_without_options_those_of_the_model_are_read() -> None:
     config = EngineArgs(model=str(MODEL), **OPTIONS).create_engine_config()
-    with pytest.warns(ModelWarning, match="prompts read blocks by vertical_slash"):
+    with pytest.warns(ModelWarning, match="prompts use the training-free selection vertical_slash"):
         assert options_of(config).select == "vertical_slash"
     group = {"algorithm": "msattn", "gate": ".", "sparsity": 0.8}
     config.model_config.hf_config.sparse_attention_config = {"config_groups": {"group_0": group}}
