@@ -249,7 +249,11 @@ TABLES = {
     "gemma3_270m-blocks": Table(
         "comparison",
         "blocks chosen by",
-        {f"{COMPARED_TITLES[method]}, `mean_mass`": {"method": f"{method} mean_mass"} for method in ("gate", "gate_question")}
+        {
+            f"{COMPARED_TITLES[method]}, `mean_mass`{title}": {"method": f"{method} mean_mass{name}"}
+            for title, name in ((", 640 steps", " 640"), ("", ""))
+            for method in ("gate", "gate_question")
+        }
         | {title: {"method": method} for method, title in COMPARED_TITLES.items()},
         [
             *(
