@@ -116,7 +116,9 @@ class PagedAttention:
     def _start(self, current: PagedPass) -> PagedPass:
         """Returns a pass; invalidates the known blocks that the pass writes, and counts the keys that it sees."""
         if current.state.pooled:  # not before the pass has computed them
-            current.state.mark_pooled(current.pages, current.offsets // current.state.block_size, pooled=False)
+            state = current.state
+            blocks = current.pages * state.is_pooled.shape[1] + current.offsets // state.block_size
+            state.mark_pooled(blocks, pooled=False)
         rows, sizes, dense = current.decoded, current.state.sizes, False
         if self.dispatch.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
@@ -156,8 +158,7 @@ class PagedAttention:
                 out[rows.tokens] = attend(rows)
         if x.layer == current.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
             for item in (item for prompts in current.prompts if prompts.sparse for item in prompts.items):
-                places = current.state.locate(item.table, item.pooled, item.keys // current.state.block_size)
-                current.state.mark_pooled(*places, pooled=True)
+                current.state.mark_pooled(item.blocks[item.pooled :], pooled=True)
         return out.transpose(0, 1)[None]
 
     def _write(self, x: LayerInputs, current: PagedPass) -> None:

@@ -25,6 +25,7 @@ class PromptChunk(NamedTuple):
     keys: int  # including the new tokens
     table: Tensor  # int32 [pages]
     pooled: int  # leading blocks whose pooled keys are known before the pass
+    blocks: Tensor  # int64 [n], its whole blocks by their number among those of all pages; none without a gate
     ends_prompt: bool  # no other chunk of the prompt follows
 
     @property
@@ -95,12 +96,17 @@ class PagedState:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
 
-    def mark_pooled(self, pages: Tensor, blocks: Tensor, *, pooled: bool) -> None:
-        """Records whether the pooled keys of ``blocks`` of ``pages`` are available.
+    def mark_pooled(self, blocks: Tensor, *, pooled: bool) -> None:
+        """Records whether the pooled keys of ``blocks``, numbered through all pages, are available.
 
-        An assignment by two indices would copy the value from the host, which a CUDA graph cannot capture.
+        An assignment by an index would copy the value from the host, which a CUDA graph cannot capture.
         """
-        self.is_pooled.view(-1).index_fill_(0, pages * self.is_pooled.shape[1] + blocks, pooled)
+        self.is_pooled.view(-1).index_fill_(0, blocks, pooled)
+
+    def whole_blocks(self, table: Tensor, keys: int) -> Tensor:
+        """Returns the whole blocks of a sequence by their number among those of all pages: int64 ``[keys // block_size]``."""
+        blocks, per_page = torch.arange(keys // self.block_size, device=table.device), self.page_size // self.block_size
+        return table[blocks // per_page].long() * per_page + blocks % per_page
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
@@ -118,7 +124,7 @@ class PagedState:
         are the keys of this pass.
         """
         assert self.gate is not None
-        size, held = self.block_size, self.pooled[x.layer]
+        size, held = self.block_size, self.pooled[x.layer].flatten(0, 1)
         tail, rotated, cached = x.k_nope, x.k, prompt.keys - prompt.queries
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
@@ -128,15 +134,9 @@ class PagedState:
                 older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
             tail = torch.cat([older, tail], dim=2)
         new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
-        pages, blocks = self.locate(prompt.table, prompt.pooled, prompt.keys // size)
-        held[pages, blocks] = new[0, :, : len(pages)].transpose(0, 1)
-        pages, blocks = self.locate(prompt.table, 0, prompt.pooled)
-        return torch.cat([held[pages, blocks].transpose(0, 1)[None], new], dim=2)
-
-    def locate(self, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Returns the page of each of the blocks ``first`` to ``end - 1`` of a sequence, and its number in the page."""
-        blocks, per_page = torch.arange(first, end, device=table.device), self.page_size // self.block_size
-        return table[blocks // per_page].long(), blocks % per_page
+        known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
+        held[added] = new[0, :, : len(added)].transpose(0, 1)
+        return torch.cat([held[known].transpose(0, 1)[None], new], dim=2)
 
 
 class AllocatedState(PagedState):

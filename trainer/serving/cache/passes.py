@@ -129,9 +129,11 @@ def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -
 
 def _prompt(row: _Row, table: Tensor, state: PagedState) -> PromptChunk:
     """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
-    whole = 0 if state.gate is None else (row.keys - row.queries) // state.block_size
     pages = table[row.number, : -(-row.keys // state.page_size)]
-    return PromptChunk(row.first, row.queries, row.keys, pages, min(row.pooled, whole), bool(row.ends))
+    if state.gate is None:
+        return PromptChunk(row.first, row.queries, row.keys, pages, 0, pages[:0], bool(row.ends))
+    pooled = min(row.pooled, (row.keys - row.queries) // state.block_size)
+    return PromptChunk(row.first, row.queries, row.keys, pages, pooled, state.whole_blocks(pages, row.keys), bool(row.ends))
 
 
 def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:
