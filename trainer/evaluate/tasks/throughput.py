@@ -30,7 +30,7 @@ from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.paged import batching_config
 
-WARMUP_TOKENS = 2  # for one unmeasured request that compiles kernels
+WARMUP_TOKENS = 2  # of requests that are not measured and compile kernels
 SAME_ENGINE = DENSE.of("same engine")
 
 
@@ -104,7 +104,7 @@ def measure(
     prompts: list[list[int]],
     settings: ThroughputConfig,
 ) -> ThroughputRun:
-    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a short request that is not measured."""
+    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a warm-up."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -116,7 +116,8 @@ def measure(
             workload_hints=WorkloadHints(len(prompts[0]), settings.tokens, len(prompts)),
         )
         with engine as manager:
-            _answers(manager, prompts[:1], WARMUP_TOKENS)
+            with nullcontext() if sparse is None else sparse.statistics.unchanged():
+                _warm_up(manager, prompts)
             answers = _answers(manager, prompts, settings.tokens)
     begin, end = min(each.created_time for each in answers), max(each.timestamps[-1] for each in answers)
     return ThroughputRun(
@@ -138,6 +139,13 @@ def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
         max_requests_per_batch=len(prompts),
         allow_block_sharing=False,
     )
+
+
+def _warm_up(manager: Any, prompts: list[list[int]]) -> None:
+    """Compiles kernels: for a whole prompt, and for parts of all at once, whose passes mix prompts with new tokens."""
+    _answers(manager, prompts[:1], WARMUP_TOKENS)
+    if len(prompts) > 1:
+        _answers(manager, [prompt[: -(-len(prompt) // len(prompts))] for prompt in prompts], WARMUP_TOKENS)
 
 
 def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
