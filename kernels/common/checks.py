@@ -1,4 +1,4 @@
-"""Argument checks and shape arithmetic shared by all operations and references.
+"""Argument checks of all operations, and shape arithmetic that they share with the references.
 
 Checks read metadata only (shapes, dtypes, devices, strides), so that they never wait for a device. Values that tensors hold
 (``kv_start``, zoom levels, probes) are checked only by the references, where reading them is free. Every check raises

@@ -1,8 +1,8 @@
 """Reference implementation of every operation in plain PyTorch.
 
 References are written to be read. They process inputs in chunks to bound memory, and are the ``"torch"`` backend, the default
-for CPU tensors. They check their arguments as the operations do, and values that these do not read: padding, lengths, probes,
-offsets, bucket numbers, zooms.
+for CPU tensors. The operations have checked their arguments; references check values that these do not read: padding, lengths,
+probes, offsets, bucket numbers, zooms.
 """
 
 from msattn.kernels.reference.best_blocks import best_blocks as best_blocks

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_block_mask
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
@@ -34,9 +33,6 @@ def block_sparse_attention(
 
     Its cost is proportional to the number of selected blocks. It is differentiable.
     """
-    check_qkv(q, k, v)
-    check_block_mask(block_mask, q, k, block_size)
-    check_per_sequence("kv_start", kv_start, q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics_dtype(q))

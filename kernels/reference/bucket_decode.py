@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import check_bucket_decode
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import masked_attention
 from msattn.kernels.types import BucketIndex, SparseAttention
@@ -27,7 +26,6 @@ def bucket_decode(
     counts: Tensor | None = None,
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.bucket_decode.bucket_decode`."""
-    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     batch, q_heads, _, head_size = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import check_bucket_mass
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, cap_scores
 from msattn.kernels.types import BucketMass
@@ -25,7 +24,6 @@ def bucket_mass(
     k_pos: Tensor | None = None,
 ) -> BucketMass:
     """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`."""
-    check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
     scale, softcap, statistics = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), statistics_dtype(q)
     batch, q_heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_qkv
-from msattn.kernels.common.mta_checks import check_convolution, key_taps_after, key_taps_before
+from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
 from msattn.kernels.reference.mixed_scores import Mixing, mixed_attention, mixed_attention_backward
 
 
@@ -19,8 +18,6 @@ def conv_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, causal: bool = True, mask: str = "query", **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of :func:`conv_attention` and the LSE of convolved scores."""
-    check_qkv(q, k, v)
-    check_convolution(weight, mask, q)
     return mixed_attention(q, k, v, weight, _convolution(weight, causal, mask), causal=causal, **options)
 
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import resolve_scale, statistics_dtype
-from msattn.kernels.common.decode_checks import check_conv_decode
 from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
 
 
@@ -24,7 +23,6 @@ def conv_decode(
 
     Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
     """
-    check_conv_decode(q_window, k, v, weight, mask, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, k.shape[3]), statistics_dtype(k)
     batch, q_heads, window, head = q_window.shape
     out = q_window.new_zeros((batch, q_heads, 1, head))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset, resolve_scale, statistics_dtype
-from msattn.kernels.common.decode_checks import check_flash_decode, check_states
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import ScoreMod, SparseAttention, Variant
 
@@ -28,7 +27,6 @@ def flash_decode(
 
     The keys are read in ``splits`` parts, or in more of them to bound memory.
     """
-    check_flash_decode(q, k, v, variant, score_mod, kv_start, kv_len, splits)
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
     q_heads, num_queries, head_size = q.shape[1:]
     kv_heads, num_keys = k.shape[1:3]
@@ -81,7 +79,6 @@ def _positions(name: str, x: Tensor | None, default: int, k: Tensor) -> list[int
 
 def merge_states(outs: Tensor, lses: Tensor) -> SparseAttention:
     """Reference of :func:`msattn.kernels.merge_states.merge_states`."""
-    check_states(outs, lses)
     lse = lses.logsumexp(0)
     weights = (lses - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
     out = (outs.to(lses.dtype) * weights).masked_fill(weights == 0, 0).sum(0)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_gate_scores
 from msattn.kernels.common.checks import first_query, statistics_dtype
 from msattn.kernels.reference.best_blocks import block_softmax
 from msattn.kernels.reference.pool_blocks import pool_blocks
@@ -25,9 +24,6 @@ def gate_scores(
     last_queries: bool = False,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
-    check_gate_scores(
-        q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, kv_start, q_rope, mean_weight
-    )
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
     rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]

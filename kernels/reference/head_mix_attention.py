@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_qkv
-from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.reference.mixed_scores import Mixing, mixed_attention, mixed_attention_backward
 
 
@@ -17,8 +15,6 @@ def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **option
 
 def head_mix_attention_forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Returns the output of :func:`head_mix_attention` and the LSE of mixed scores."""
-    check_qkv(q, k, v)
-    check_head_weight(weight, q)
     return mixed_attention(q, k, v, weight, MIXING, **options)
 
 

@@ -5,15 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_block_size, check_pool
-from msattn.kernels.common.checks import (
-    check_per_sequence,
-    check_qkv,
-    check_sinks,
-    resolve_scale,
-    resolve_softcap,
-    statistics_dtype,
-)
+from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, cap_scores, sequences
 from msattn.kernels.types import MaxPoolAttention, Pool
 
@@ -35,11 +27,6 @@ def maxpool_attention(
 
     It holds the scores of a few row blocks at a time.
     """
-    check_qkv(q, k, v)
-    check_block_size(block_size)
-    check_pool(pool)
-    check_per_sequence("kv_start", kv_start, q)
-    check_sinks(sinks, q.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)
     blocks = [-(-x.shape[2] // block_size) for x in (q, k)]

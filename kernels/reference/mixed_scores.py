@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_per_sequence, resolve_scale, statistics_dtype
+from msattn.kernels.common.checks import resolve_scale, statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 
 
@@ -58,7 +58,6 @@ def mixed_attention(
 
     Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``, which are 0 and -inf for rows without visible keys.
     """
-    check_per_sequence("kv_start", kv_start, q)
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import ZOOMS, check_zoom
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.block_checks import ZOOMS
+from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
 from msattn.kernels.types import SparseAttention
 
@@ -51,9 +51,6 @@ def multiscale_attention(
 
     It gathers the selected keys and means, and supports autograd.
     """
-    check_qkv(q, k, v)
-    check_zoom(zoom, q, k, block_size)
-    check_per_sequence("kv_start", kv_start, q)
     _check_values(zoom)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)

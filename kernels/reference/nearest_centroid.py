@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.reference.common import SCORES_AT_ONCE
 from msattn.kernels.types import BucketSums, NearestCentroid
@@ -11,7 +10,6 @@ from msattn.kernels.types import BucketSums, NearestCentroid
 
 def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
     """Reference of :func:`msattn.kernels.nearest_centroid.nearest_centroid`."""
-    check_nearest_centroid(k, centroids)
     chunk = max(1, SCORES_AT_ONCE // (k.shape[0] * centroids.shape[0] * centroids.shape[1]))
     best = [(keys.to(centroids.dtype) @ centroids.mT).max(-1) for keys in k.split(chunk, dim=2)]
     buckets, products = (torch.cat([getattr(part, name) for part in best], dim=2) for name in ("indices", "values"))
@@ -20,7 +18,6 @@ def nearest_centroid(k: Tensor, centroids: Tensor) -> NearestCentroid:
 
 def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int) -> BucketSums:
     """Reference of :func:`msattn.kernels.nearest_centroid.bucket_sums`."""
-    check_bucket_sums(k, buckets, num_buckets)
     batch, heads, _, head = k.shape
     sums = k.new_zeros((batch * heads * (num_buckets + 1), head), dtype=statistics_dtype(k))
     counts = buckets.new_zeros(len(sums))

@@ -1,7 +1,6 @@
 """References of the operations on a paged cache, one sequence at a time.
 
-They gather the filled pages of a sequence. Besides invalid arguments they refuse lengths outside the table, and filled pages
-outside the cache.
+They gather the filled pages of a sequence, and refuse lengths outside the table and filled pages outside the cache.
 """
 
 import math
@@ -12,12 +11,6 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
-from msattn.kernels.common.paged_checks import (
-    check_paged_block_sparse_attention,
-    check_paged_bucket_decode,
-    check_paged_bucket_sizes,
-    check_paged_decode,
-)
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention
 from msattn.kernels.reference.common import cap_scores, masked_attention
 from msattn.kernels.reference.flash_decode import flash_decode
@@ -37,10 +30,9 @@ def paged_block_sparse_attention(
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.paged.paged_block_sparse_attention`.
 
-    It also checks that ``cu_queries`` ascends from 0 within q, and that a sequence has at most ``max_queries`` queries, and at
+    It checks that ``cu_queries`` ascends from 0 within q, and that a sequence has at most ``max_queries`` queries, and at
     most as many as keys.
     """
-    check_paged_block_sparse_attention(q, cache, cu_queries, block_mask, max_queries, block_size)
     bounds = _query_bounds(q, cache, cu_queries, max_queries)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=statistics_dtype(q))
@@ -78,7 +70,6 @@ def paged_flash_decode(
     q: Tensor, cache: PagedKeys, *, scale: float | None = None, softcap: float | None = None
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.paged.paged_flash_decode`."""
-    check_paged_decode(q, cache)
     scale, limit = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     mod = None if limit is None else ScoreMod(None, lambda scores, *_: cap_scores(scores, limit))
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=statistics_dtype(q))
@@ -104,7 +95,6 @@ def paged_bucket_decode(
     counts: Tensor | None = None,
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.paged.paged_bucket_decode`."""
-    check_paged_bucket_decode(q, cache, buckets, probes, recent, sink, counts)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     batch, q_heads, _, head_size = q.shape
     kv_heads, statistics = cache.k.shape[2], statistics_dtype(q)
@@ -135,7 +125,6 @@ def paged_bucket_sizes(
     sizes: Tensor | None = None,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.paged.paged_bucket_sizes`."""
-    check_paged_bucket_sizes(buckets, table, kv_len, num_buckets, counted, sizes)
     sizes = table.new_zeros((len(table), buckets.shape[2], num_buckets)) if sizes is None else sizes
     first = torch.zeros_like(kv_len) if counted is None else counted.clamp(min=0)
     slots = filled_slots(table, kv_len, *buckets.shape[:2])

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_pool_blocks
 from msattn.kernels.common.checks import statistics_dtype
 
 
@@ -11,7 +10,6 @@ def pool_blocks(
     x: Tensor, poolings: list[str], *, block_size: int = 64, start: Tensor | None = None, rotated: Tensor | None = None
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.pool_blocks.pool_blocks`."""
-    check_pool_blocks(x, poolings, block_size, start, rotated)
     if rotated is not None:
         parts = ((x, poolings), (rotated, ["avg"]))
         return torch.cat([pool_blocks(part, names, block_size=block_size, start=start) for part, names in parts], dim=-1)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.bucket_checks import check_probe_buckets
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
 
@@ -21,7 +20,6 @@ def probe_buckets(
     threshold: float | None = None,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`."""
-    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
     batch, classifiers = len(q), len(weight_in)
     rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
     logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)

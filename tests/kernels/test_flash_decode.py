@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.flash_decode import flash_decode
@@ -244,10 +243,7 @@ def test_has_no_gradient(mod: str, backend: Backend, device: str) -> None:
 def test_refuses(change: dict[str, Any], message: str) -> None:
     q, k, v = random_qkv(1, 4, 2, 1, 20)
     with pytest.raises(ValueError, match=message):
-        reference.flash_decode(q, k, v, **change)
-    if "\\[" not in message:
-        with pytest.raises(ValueError, match=message):
-            flash_decode(q, k, v, **change)
+        flash_decode(q, k, v, **change)
 
 
 def test_modifications_refuse_bad_parameters() -> None:
