@@ -27,26 +27,15 @@ class ReferenceMismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Options:
-    """Choice of the measurements, apart from the size of the problem.
+    """Choice of the measurements, apart from the size of the problem."""
 
-    Attributes
-    ----------
-    lengths : numbers of keys.
-    sparsities : shares of the visible keys that are not read, for operations that select.
-    queries : numbers of queries, for ``flash_decode``.
-    kernels : (queries, keys) of a convolution, for ``conv_attention`` and ``conv_decode``; the paper's by default.
-    backward : time the backward pass alone instead of the forward pass.
-    softcap : limit of soft-capped scores, for operations that can cap them. Peers without a cap are left out.
-    peers : names of the peers to time.
-    """
-
-    lengths: Sequence[int]
-    sparsities: Sequence[float] = (0.9, 0.8, 0.5)
-    queries: Sequence[int] = (1, 4, 16)
-    kernels: Sequence[Sequence[int]] = ((6, 11),)
-    backward: bool = False
-    softcap: float | None = None
-    peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")
+    lengths: Sequence[int]  # numbers of keys
+    sparsities: Sequence[float] = (0.9, 0.8, 0.5)  # shares of the visible keys that are not read, for operations that select
+    queries: Sequence[int] = (1, 4, 16)  # numbers of queries, for flash_decode
+    kernels: Sequence[Sequence[int]] = ((6, 11),)  # (queries, keys) of a convolution; the paper's by default
+    backward: bool = False  # time the backward pass alone instead of the forward pass
+    softcap: float | None = None  # limit of soft-capped scores; peers without a cap are left out
+    peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")  # those to time
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,34 +59,25 @@ class Peer:
 class BenchCase:
     """One operation on one problem.
 
-    Attributes
-    ----------
-    call, reference, eager : the operation, its reference, and the eager PyTorch form that materializes all scores. Each takes
-        the tensors of a layer. The error of the eager form in the operation's precision sets the tolerance of the check.
-    layers : tensors of each layer. Decoding cycles through several layers so that none is in the L2 cache when it is read.
-    work : of one layer.
-    peers : in the order in which they are timed.
-    setting, sparsity, queries : as in a :class:`~msattn.kernels.bench.rows.BenchRow`; ``queries=None`` means as many as keys.
-    graph : run as a CUDA graph, which removes launch overhead from the time.
-    term : size of the terms that cancel in a result, which scales the rounding band (``kernels/testing.py``).
-    window : selects the reference's inputs for a range of query rows in the check at full size. If None, only problems with
-        few queries are checked at full size.
-    context : number of rows before a window that its first rows depend on.
+    ``call``, ``reference`` and ``eager``, the form in eager PyTorch that materializes all scores, take the tensors of a layer.
+    The error of the eager form in the operation's precision sets the tolerance of the check. Decoding cycles through several
+    ``layers`` so that none is in the L2 cache when it is read. ``window`` selects the reference's inputs for a range of query
+    rows in the check at full size; if None, only problems with few queries are checked there.
     """
 
     call: Function
     reference: Function
     eager: Function
     layers: Sequence[Layer]
-    work: Work
-    peers: Sequence[Peer] = ()
-    setting: str = ""
+    work: Work  # of one layer
+    peers: Sequence[Peer] = ()  # in the order in which they are timed
+    setting: str = ""  # as in a BenchRow, like the next two
     sparsity: float = 0.0
-    queries: int | None = None
-    graph: bool = False
-    term: float = 1.0
+    queries: int | None = None  # None: as many as keys
+    graph: bool = False  # run as a CUDA graph, which removes launch overhead from the time
+    term: float = 1.0  # size of the terms that cancel in a result, which scales the rounding band (kernels/testing.py)
     window: Window | None = None
-    context: int = 0
+    context: int = 0  # rows before a window that its first rows depend on
 
 
 class Forms(NamedTuple):

@@ -80,51 +80,33 @@ class PeakRates(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One measurement; without a time, ``ms`` is None and ``note`` has the reason.
-
-    Attributes
-    ----------
-    op, direction : the operation; ``backward`` is the backward pass alone.
-    variant : ``msattn``, ``shipped`` or a tile of a sweep, or the name of a peer.
-    setting : distinguishes rows of the same variant, e.g. ``90% sparse``.
-    batch, length, queries, q_heads, kv_heads, head_size, dtype : size of the problem; ``length`` counts keys.
-    sparsity : realised share of the visible keys that is not read.
-    ms, q1, q3 : median and quartiles of the time of one run.
-    error : largest error of an output row against fp64 at this size, relative to the norm of the row; None if not checked.
-    memory_gb : peak device memory (GB) of one run beyond its inputs, results included; None on a CPU.
-    tflops, tb_s : the :class:`Work` of the operation divided by the time.
-    share : share of this machine's measured ceiling, compute or memory, whichever is larger; ``bound`` names it.
-    compile_s : seconds that the slowest of its kernels took to compile, in a sweep; None if nothing was compiled.
-    times : speedup over each peer of the same run.
-    note : difference between a peer and the operation, or the reason why there is no time.
-    device, torch, triton : the GPU or CPU and the versions of the libraries.
-    """
+    """One measurement; without a time, ``ms`` is None and ``note`` has the reason."""
 
     op: str
-    direction: str
-    variant: str
-    setting: str
+    direction: str  # forward, or backward: the backward pass alone
+    variant: str  # msattn, shipped or a tile of a sweep, or the name of a peer
+    setting: str  # distinguishes rows of the same variant, e.g. "90% sparse"
     batch: int
-    length: int
+    length: int  # number of keys
     queries: int
     q_heads: int
     kv_heads: int
     head_size: int
     dtype: str
-    sparsity: float
-    ms: float | None = None
+    sparsity: float  # realised share of the visible keys that is not read
+    ms: float | None = None  # median of the time of one run; the next two are its quartiles
     q1: float | None = None
     q3: float | None = None
-    error: float | None = None
-    memory_gb: float | None = None
-    tflops: float | None = None
+    error: float | None = None  # largest of an output row against fp64 at this size, relative to its norm; None: not checked
+    memory_gb: float | None = None  # peak device memory of one run beyond its inputs, results included; None on a CPU
+    tflops: float | None = None  # the Work of the operation divided by the time, as tb_s
     tb_s: float | None = None
-    share: float | None = None
-    bound: str = ""
-    compile_s: float | None = None
-    times: dict[str, float] = dataclasses.field(default_factory=dict)
-    note: str = ""
-    device: str = ""
+    share: float | None = None  # of this machine's measured ceiling, compute or memory, whichever share is larger
+    bound: str = ""  # the name of that ceiling
+    compile_s: float | None = None  # of the slowest of its kernels, in a sweep; None if nothing was compiled
+    times: dict[str, float] = dataclasses.field(default_factory=dict)  # speedup over each peer of the same run
+    note: str = ""  # difference between a peer and the operation, or the reason why there is no time
+    device: str = ""  # the GPU or CPU
     torch: str = ""
     triton: str = ""
 
