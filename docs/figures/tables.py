@@ -50,13 +50,14 @@ def by_sparsity(form: str, *numbers: str, sparsities: tuple[str, ...] = SPARSITI
     return [Cell(head, form, *numbers, setting=f"sparsity {x}") for head, x in zip(heads, sparsities, strict=True)]
 
 
+def with_read(head: str, form: str, *numbers: str, **where: str) -> list[Cell]:
+    """Returns a column, followed by the share that is read."""
+    return [Cell(head, form, *numbers, **where), Cell("read (%)", ".1%", "selectivity", **where)]
+
+
 def by_length(first: str, lengths: tuple[str, ...], form: str, *numbers: str, **where: str) -> list[Cell]:
     """Returns a column for each length, followed by the share that is read."""
-    titles = {length: f"{first}{int(length):,} tokens (%)" for length in lengths}
-    pairs = [
-        (Cell(title, form, *numbers, length=x, **where), Cell("read (%)", ".1%", "selectivity", length=x, **where))
-        for x, title in titles.items()
-    ]
+    pairs = (with_read(f"{first}{int(x):,} tokens (%)", form, *numbers, length=x, **where) for x in lengths)
     return list(chain.from_iterable(pairs))
 
 
@@ -123,7 +124,7 @@ def comparison(model: str, task: str) -> Table:
     columns = []
     for place, x in enumerate(lengths):
         head = f"{int(x):,} tokens" if place else f"{title}, {int(x):,} tokens"
-        columns += [Cell(head, form, *numbers, length=x), Cell("read (%)", ".1%", "selectivity", length=x)]
+        columns += with_read(head, form, *numbers, length=x)
     if task == "perplexity":
         columns += [
             Cell(f"KL, {int(x):,} tokens", ".3f", "kl_divergence", length=x),
@@ -221,11 +222,7 @@ TABLES = {
         [
             Cell("0 %", ".1%", "score", setting=""),
             *chain.from_iterable(
-                (
-                    Cell(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}"),
-                    Cell("read (%)", ".1%", "selectivity", setting=f"sparsity {float(x) / 100:g}"),
-                )
-                for x in ("25", "50", "75", "87.5")
+                with_read(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}") for x in ("25", "50", "75", "87.5")
             ),
         ],
     ),
