@@ -252,8 +252,7 @@ def push(
 def configure(
     model: Annotated[str, typer.Argument(help="The folder of a model.", autocompletion=_complete_model, show_default=False)],
     settings: Annotated[
-        list[str] | None,
-        typer.Argument(help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH."),
+        list[str] | None, typer.Argument(help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH.")
     ] = None,
 ) -> None:
     """Write msattn settings into a model's config.json. For attn_implementation="msattn" in transformers, and for vLLM."""

@@ -46,8 +46,7 @@ def test_a_large_model_has_no_default_text(command: str, msattn: Callable[..., t
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [["data=stdlib"], ["data=text", "data.path=a.txt"], ["data=hub", "data.path=a/b"], ["model.init=random"]],
+    "choice", [["data=stdlib"], ["data=text", "data.path=a.txt"], ["data=hub", "data.path=a/b"], ["model.init=random"]]
 )
 def test_a_choice_is_enough(choice: list[str]) -> None:
     compose("train-gate", ["model=llama3", *choice]).check_text()

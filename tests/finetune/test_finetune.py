@@ -12,14 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import (
-    ArtifactsConfig,
-    FinetuneConfig,
-    FinetuneTrainConfig,
-    GateConfig,
-    ModelConfig,
-    SelectConfig,
-)
+from msattn.trainer.config import ArtifactsConfig, FinetuneConfig, FinetuneTrainConfig, GateConfig, ModelConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
 from msattn.trainer.finetune.run import finetune

@@ -90,8 +90,7 @@ def test_a_folder_without_the_right_to_enter(public: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "blobs", "accepted"),
-    [("models--a--b", True, True), ("models--a--b", False, False), ("mine", True, False)],
+    ("name", "blobs", "accepted"), [("models--a--b", True, True), ("models--a--b", False, False), ("mine", True, False)]
 )
 def test_only_the_cache_of_the_hub_links_out_of_a_folder(tmp_path: Path, name: str, blobs: bool, accepted: bool) -> None:
     repository = tmp_path / name

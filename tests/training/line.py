@@ -59,16 +59,7 @@ class Line(nn.Module):
 
 def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, device: str = "cpu") -> None:
     with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        fit(
-            module,
-            Numbers(),
-            train=train,
-            folder=folder,
-            tracker=tracker,
-            device=torch.device(device),
-            seed=5,
-            resume=resume,
-        )
+        fit(module, Numbers(), train=train, folder=folder, tracker=tracker, device=torch.device(device), seed=5, resume=resume)
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:

@@ -19,14 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from msattn.trainer.errors import Fault, Terminated, UserError, exit_process, print_once
 from msattn.trainer.training import checkpoints as checkpoint_files
-from msattn.trainer.training.checkpoints import (
-    MARKER,
-    MAX_CHECKPOINTS,
-    WEIGHTS,
-    mark_complete,
-    newest_checkpoint,
-    read_marker,
-)
+from msattn.trainer.training.checkpoints import MARKER, MAX_CHECKPOINTS, WEIGHTS, mark_complete, newest_checkpoint, read_marker
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
 from tests.jobs import GPUS, Job, LaunchedGpuJob, LaunchedJob
 from tests.training.line import BATCH_OF_THREE, ITEMS, TRAIN, Line, final_weights, run, seen

@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.artifacts.card import artifact_card
-from msattn.trainer.artifacts.manifest import (
-    CARD,
-    CONFIG,
-    FORMAT_VERSION,
-    KINDS,
-    MANIFEST,
-    WEIGHTS,
-    checksum,
-    describe_tensor,
-)
+from msattn.trainer.artifacts.manifest import CARD, CONFIG, FORMAT_VERSION, KINDS, MANIFEST, WEIGHTS, checksum, describe_tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.hashes import content_hash, save_tensors

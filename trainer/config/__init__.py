@@ -40,12 +40,7 @@ from msattn.trainer.config.evaluate import (
     ThroughputConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
-from msattn.trainer.config.select import (
-    BASELINES,
-    POLICIES,
-    SCORES,
-    SelectConfig,
-)
+from msattn.trainer.config.select import BASELINES, POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.train import (
     LOSSES,
     POOLINGS,

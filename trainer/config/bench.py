@@ -38,8 +38,7 @@ class BenchConfig:
         "convolution kernels (queries x keys), each 1 to 32, for conv_attention and conv_decode", default=["6x11"]
     )
     softcap: Softcap | None = key(
-        "soft cap of scores (Gemma 2: 50), for attention and decoding; peers that cannot cap scores are skipped",
-        default=None,
+        "soft cap of scores (Gemma 2: 50), for attention and decoding; peers that cannot cap scores are skipped", default=None
     )
     peers: list[Peer] = key(
         "competing implementations; also efficient, math. Those that do not exist for an operation are skipped",

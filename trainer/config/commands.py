@@ -272,8 +272,7 @@ class ReadOptions:
 
     probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded in the artifact", default=None)
     keys: ShareOfKeys | None = key(
-        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05",
-        default=None,
+        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
     )
     recent: Tokens | None = key("number of last keys that are always read; null: as recorded in the artifact", default=None)
     sink: TokensOrZero | None = key(
@@ -283,8 +282,7 @@ class ReadOptions:
         "layers in which decoding reads every key; null: as recorded in the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
-        "attention is dense below this number of keys; null: the measured break-even lengths. eval ignores it",
-        default=None,
+        "attention is dense below this number of keys; null: the measured break-even lengths. eval ignores it", default=None
     )
 
     def check_budget(self) -> None:

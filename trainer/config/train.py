@@ -206,8 +206,7 @@ class QModelConfig:
     """SAAP's query classifier. The paper draws new queries at every step (``online``), and its targets include later keys."""
 
     source: Annotated[Text, OneOf(("cache", "online"))] = key(
-        "cache: compute queries and targets once and keep them on disk; online: draw new ones at every step",
-        default="cache",
+        "cache: compute queries and targets once and keep them on disk; online: draw new ones at every step", default="cache"
     )
     hidden: Width = key("width of the hidden layer", default=1024)
     heads: HeadsOf = key("one classifier for each key/value head, or query: one for each query head", default="kv")

@@ -215,11 +215,7 @@ def gather_weights(module: nn.Module, dtype: torch.dtype, *, keep: bool = True) 
 
 
 def _write_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dtype: torch.dtype,
-    folder: Path,
-    facts: dict[str, Any],
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, folder: Path, facts: dict[str, Any]
 ) -> None:
     """Writes ``model`` in ``dtype``; an error leaves no partial folder."""
     from transformers import AutoModelForCausalLM

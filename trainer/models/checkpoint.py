@@ -13,15 +13,7 @@ from safetensors import safe_open
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.config_keys import FileName
-from msattn.trainer.models.families import (
-    family_of,
-    head_dim,
-    num_heads,
-    num_kv_heads,
-    num_layers,
-    served_layers,
-    text_config,
-)
+from msattn.trainer.models.families import family_of, head_dim, num_heads, num_kv_heads, num_layers, served_layers, text_config
 from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
 from msattn.trainer.models.limited import limited

@@ -46,15 +46,7 @@ from msattn.trainer.training.tracker import Tracker
 __all__ = ["TrainingDiverged", "TrainingResult", "fit", "newest_checkpoint"]
 
 # The members of transformers.SchedulerType that need only a number of steps.
-_SCHEDULES = (
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-)
+_SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 
 
 def fit(
