@@ -23,7 +23,6 @@ from msattn.trainer.storage.replace import current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
 from tests.artifacts import save
-from tests.jobs import Job
 
 FILES = ("a.json", "b.json", "c.json")  # of each generation of results; every file holds the generation's number
 
@@ -140,27 +139,6 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
 
     for step in range(steps + 1):
         tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
-
-
-@pytest.mark.slow
-def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
-    folder = tmp_path / "gate"
-    (tmp_path / "job").mkdir()
-    script = (
-        "import sys, time; from pathlib import Path; from msattn.trainer.storage.lock import locked\n"
-        "with locked(Path(sys.argv[1])): time.sleep(600)"
-    )
-    holder = Job(script, tmp_path / "job", folder)
-    file = tmp_path / ".gate.lock"
-    holder.wait_for(lambda: file.exists() and file.read_text())
-    pid = json.loads(file.read_text())["pid"]
-    with pytest.raises(UserError, match=rf"gate: another run writes there \(process {pid} on .*; wait for it"), locked(folder):
-        pass
-    os.kill(pid, signal.SIGKILL)
-    holder.wait()
-    with locked(folder), locked(folder):  # a thread may enter again
-        assert json.loads(file.read_text())["pid"] == os.getpid()
-    assert not file.exists()
 
 
 def test_another_thread_is_refused(tmp_path: Path) -> None:

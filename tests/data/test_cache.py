@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data import cache, chunking, chunks
 from msattn.trainer.data.cache import cached
-from msattn.trainer.errors import UserError
 from msattn.trainer.storage import hashes
 from tests.factory import embedded_tokenizer
 
@@ -184,22 +183,3 @@ def test_quick_work_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert cached(str(tmp_path), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == ""
-
-
-def test_each_document_begins_with_bos(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i} of the file"}}\n' for i in range(30)))
-    path = str(tmp_path / "rows.jsonl")
-    bos, eos = tokenizer.bos_token_id or tokenizer.eos_token_id, tokenizer.eos_token_id
-    own = embedded_tokenizer()
-    own.bos_token = own.convert_ids_to_tokens(bos)
-    cfg = DataConfig("text", path=path, heldout_path=path, seq_len=1, bos=True)
-    found = chunks(cfg, own, seed=0)
-    order = np.random.default_rng(0).permutation(len(found))
-    tokens = np.empty(len(found), np.int64)
-    for place, source in enumerate(order):
-        tokens[source] = found[place]["input_ids"][0]
-    expected = [[bos, *own.encode(f"row {i} of the file", add_special_tokens=False), eos] for i in range(30)]
-    assert tokens.tolist() == [token for document in expected for token in document]
-    own.bos_token = None
-    with pytest.raises(UserError, match=r"data\.bos=true: the tokenizer has no BOS token"):
-        chunks(cfg, own, seed=0)

@@ -108,13 +108,8 @@ def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: 
         load(pretrained(folder / "nowhere/model", obtained_by="run make models"), device="cpu")
     with pytest.raises(UserError, match=r"no config\.json"):
         load(pretrained(empty), device="cpu")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="cannot be loaded") as caught:
-        load(pretrained(folder), device="cpu")
-    assert "\n" not in str(caught.value)
-    weights.unlink()
-    with pytest.raises(UserError, match="cannot be loaded"):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"cannot be loaded \(no weights: expected one of model\.safetensors, "):
         load(pretrained(folder), device="cpu")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="the folder has no tokenizer"):

@@ -22,6 +22,7 @@ from msattn.trainer.training import checkpoints as checkpoint_files
 from msattn.trainer.training.checkpoints import MARKER, MAX_CHECKPOINTS, WEIGHTS, mark_complete, newest_checkpoint, read_marker
 from msattn.trainer.training.distributed import LOST_RANK_MESSAGE, fail_together
 from tests.jobs import GPUS, Job, LaunchedGpuJob, LaunchedJob
+from tests.running import metrics_lines
 from tests.training.line import BATCH_OF_THREE, ITEMS, TRAIN, Line, final_weights, run, seen
 
 Kind = TypeVar("Kind", bound=Job)
@@ -114,6 +115,7 @@ def test_signals_stop_after_a_saved_step(
     run(Line(tmp_path / "seen-0"), tmp_path, train, resume=True)
     assert same_weights(tmp_path, whole)
     assert seen(tmp_path) == seen(whole)
+    assert [line["step"] for line in metrics_lines(tmp_path)] == list(range(2, 25, 2)), "no step stands twice"
     passes = [seen(whole)[i : i + ITEMS] for i in range(0, 8 * 24 - ITEMS, ITEMS)]
     assert all(sorted(each) == list(range(ITEMS)) for each in passes)
     assert all(a != b for a, b in pairwise(passes))

@@ -78,44 +78,6 @@ def weights(module: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in module.parameters()]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
-    """Final weights of an uninterrupted run."""
-    module = Regression()
-    run(module, tmp_path_factory.mktemp("whole"))
-    return weights(module)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped_after", [5, 11])  # 4.8 passes over the 10 items: stops fall into later passes too
-def test_resume_gives_the_same_bits(tmp_path: Path, stopped_after: int, uninterrupted: list[Tensor]) -> None:
-    class Stopped(Exception):
-        pass
-
-    cut = Regression()
-    calls = 0
-
-    def stop(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 2 * stopped_after:
-            raise Stopped
-
-    cut.register_forward_pre_hook(stop)
-    often = replace(TRAIN, log_every=1)
-    with pytest.raises(Stopped):
-        run(cut, tmp_path, often)
-    logged = metrics_lines(tmp_path)
-    again = Regression()
-    summary = run(again, tmp_path, often, resume=True)
-    steps = [line["step"] for line in metrics_lines(tmp_path)]
-    assert steps == list(range(1, 13)), "no step stands twice"
-    assert metrics_lines(tmp_path)[: stopped_after // 4 * 4] == logged[: stopped_after // 4 * 4]
-    assert again.calls == 2 * (12 - stopped_after // 4 * 4)
-    assert summary.steps == 12
-    assert all(torch.equal(a, b) for a, b in zip(uninterrupted, weights(again), strict=True))
-
-
 def test_resuming_a_finished_run_takes_no_step(tmp_path: Path) -> None:
     first, again = Regression(), Regression()
     summary = run(first, tmp_path)

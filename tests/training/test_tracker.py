@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 
@@ -143,50 +144,16 @@ def test_wandb_without_a_key_is_offline_and_prints_how_to_upload(tmp_path: Path,
     assert [line["step"] for line in metrics_lines(tmp_path)[:1]] == [1]
 
 
-class FakeArtifact:
-    waited = False
-
-    def wait(self, timeout: int) -> None:
-        self.waited = True
-
-
-class FakeRun:
-    def __init__(self, folder: str, mode: str) -> None:
-        self.offline = mode == "offline"
-        self.dir = f"{folder}/wandb/run/files"
-        self.logged: list[tuple[dict[str, Any], int | None]] = []
-        self.summary: dict[str, Any] = {}
-        self.finished = False
-        self.name, self.id = "name", "abc123"
-        self.artifacts: list[Any] = []
-        self.aliases: list[str] | None = None
-        self.sent = FakeArtifact()
-        self.used: list[tuple[str, str]] = []
-
-    def log_artifact(self, artifact: Any, aliases: list[str] | None = None) -> FakeArtifact:
-        self.artifacts.append(artifact)
-        self.aliases = aliases
-        return self.sent
-
-    def use_artifact(self, name: str, type: str) -> None:
-        self.used.append((name, type))
-
-    def log(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.logged.append((metrics, step))
-
-    def finish(self) -> None:
-        self.finished = True
-
-
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]]:
-    """The runs started with a fake wandb that is logged in."""
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The runs started with a fake wandb that is logged in; their ``options`` are those of ``wandb.init``."""
     wandb = pytest.importorskip("wandb")
-    started: list[tuple[FakeRun, dict[str, Any]]] = []
+    started: list[Any] = []
 
-    def init(**options: Any) -> FakeRun:
-        started.append((FakeRun(options["dir"], options["mode"]), options))
-        return started[-1][0]
+    def init(**options: Any) -> Any:
+        folder = f"{options['dir']}/wandb/run/files"
+        started.append(MagicMock(offline=options["mode"] == "offline", dir=folder, id="abc123", options=options))
+        return started[-1]
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", lambda prompt: True)
@@ -195,17 +162,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FakeRun, dict[str, Any]]
     return started
 
 
-def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]]) -> None:
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, runs: list[Any]) -> None:
     for resume in (False, True, False):
         with start(WANDB, tmp_path, resume=resume):
             pass
-    assert [(options["id"], options["resume"]) for _, options in runs] == [(None, None), ("abc123", "allow"), (None, None)]
+    assert [(run.options["id"], run.options["resume"]) for run in runs] == [(None, None), ("abc123", "allow"), (None, None)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("upload", [True, False])
 def test_wandb_with_a_key_is_online_and_artifacts_are_uploaded_on_request(
-    tmp_path: Path, runs: list[tuple[FakeRun, dict[str, Any]]], capfd: pytest.CaptureFixture[str], upload: bool
+    tmp_path: Path, runs: list[Any], capfd: pytest.CaptureFixture[str], upload: bool
 ) -> None:
     """But models are not."""
     model, gate = tmp_path / "model", fake_artifact(tmp_path / "gate")
@@ -216,31 +183,26 @@ def test_wandb_with_a_key_is_online_and_artifacts_are_uploaded_on_request(
         tracker.image("grid", tmp_path / "grid.png")
         tracker.log_artifact(model)
         tracker.log_artifact(gate)
-    ((run, options),) = runs
-    assert (options["mode"], options["project"], options["name"]) == ("online", "tests", "name")
-    assert run.logged == [({"loss": 2.5}, 1), ({"grid": f"picture {tmp_path / 'grid.png'}"}, None)]
-    references = [each.ref for logged in run.artifacts for each in logged.manifest.entries.values()]
+    (run,) = runs
+    assert [run.options[key] for key in ("mode", "project", "name")] == ["online", "tests", "name"]
+    assert run.log.mock_calls == [call({"loss": 2.5}, step=1), call({"grid": f"picture {tmp_path / 'grid.png'}"}, step=None)]
+    logged = [each.args[0] for each in run.log_artifact.call_args_list]
+    references = [entry.ref for each in logged for entry in each.manifest.entries.values()]
     assert references == [model.joinpath("model.safetensors").as_uri(), None if upload else (gate / "manifest.json").as_uri()]
-    assert (run.sent.waited, run.aliases) == (upload, ["latest", "c0ffee"] if upload else None)
-    assert "tensors" not in run.artifacts[1].metadata
-    assert run.finished
+    assert run.log_artifact.call_args.kwargs == ({"aliases": ["latest", "c0ffee"]} if upload else {})
+    assert run.log_artifact.return_value.wait.called == upload
+    assert "tensors" not in logged[1].metadata
+    run.finish.assert_called_once_with()
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_failing_wandb_is_one_line_without_keys_and_the_run_goes_on(
-    tmp_path: Path,
-    runs: list[tuple[FakeRun, dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, runs: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = "0123456789abcdef" * 2 + "01234567"
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError(f"401 for {key}\nsecond line")
-
-    for name in ("log", "log_artifact", "use_artifact", "finish"):
-        monkeypatch.setattr(FakeRun, name, fail)
     with start(replace(WANDB, upload=True), tmp_path) as tracker:
+        for name in ("log", "log_artifact", "use_artifact", "finish"):
+            getattr(runs[0], name).side_effect = ConnectionError(f"401 for {key}\nsecond line")
         for step in (1, 2):
             tracker.log({"loss": 2.5}, step)
         tracker.use_artifact(read_artifact(tmp_path, upload=True))
