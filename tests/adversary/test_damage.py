@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from msattn.trainer.errors import Terminated
 from msattn.trainer.storage.parts import SETTINGS, FinishedParts
 from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
 from tests.adversary.tries import Tries, spread
 from tests.training.line import TRAIN as LONGER
-from tests.training.line import Line, run
+from tests.training.line import Line, run, same_weights
 
 TRAIN = replace(LONGER, steps=9, save_every=3, log_every=9)
 DAMAGES = ["one bit flipped", "truncated", "empty", "all zeros", "bytes appended", "missing", "other content", "a folder"]
@@ -45,10 +44,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints/checkpoint-9/model.safetensors")
-
-
 def resumed(folder: Path) -> Path:
     run(Line(folder / "seen"), folder, TRAIN, resume=True)
     return folder
@@ -57,12 +52,7 @@ def resumed(folder: Path) -> Path:
 @pytest.mark.slow
 def test_damaged_checkpoints(tries: Tries, stopped: Path, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    wanted = final_weights(undisturbed)
-
-    def same(found: Path) -> bool:
-        weights = final_weights(found)
-        return all(torch.equal(weights[name], wanted[name]) for name in wanted)
-
+    same = partial(same_weights, undisturbed, steps=TRAIN.steps)
     for hurt, file, how in drawn(product(DAMAGED, FILES, DAMAGES), 20):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(stopped, folder)

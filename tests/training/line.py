@@ -62,8 +62,10 @@ def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: 
         fit(module, Numbers(), train=train, folder=folder, tracker=tracker, device=torch.device(device), seed=5, resume=resume)
 
 
-def final_weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "checkpoints" / f"checkpoint-{TRAIN.steps}" / WEIGHTS)
+def same_weights(a: Path, b: Path, steps: int = TRAIN.steps) -> bool:
+    """Returns True if the weights of two runs are equal after ``steps``."""
+    left, right = (load_file(folder / "checkpoints" / f"checkpoint-{steps}" / WEIGHTS) for folder in (a, b))
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def seen(folder: Path, rank: int = 0) -> list[int]:
