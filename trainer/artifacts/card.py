@@ -15,12 +15,8 @@ TITLES = {
     "qmodel": "SAAP query classifiers: scores of key buckets for each query",
     "decode_gate": "SeerAttention decode gates: scores of key blocks for each query",
 }
-METHODS = {
-    "gate": "gate",
-    "kmeans": "k-means",
-    "qmodel": "classifier",
-    "decode_gate": "decode gate",
-}  # names of their methods in the rows of an evaluation
+# Names of their methods in the rows of an evaluation.
+METHODS = {"gate": "gate", "kmeans": "k-means", "qmodel": "classifier", "decode_gate": "decode gate"}
 PLACEHOLDER = "path/or/hub-id"  # in the example for an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # includes the block maps of several methods

@@ -54,11 +54,7 @@ class BenchConfig:
             require(ok, "bench.kernels", self.kernels, "expected items such as 6x11, of 1 to 32 queries and keys")
         heads = self.heads or [1, 1]
         ok = len(heads) == 2 and heads[0] % heads[1] == 0
-        require(
-            ok,
-            "bench.heads",
-            self.heads,
-            "expected numbers of query heads and key/value heads, the first a multiple of the second",
-        )
+        accepted = "expected numbers of query heads and key/value heads, the first a multiple of the second"
+        require(ok, "bench.heads", self.heads, accepted)
         ok = 0 < self.head_size <= 512 and self.head_size % 8 == 0
         require(ok, "bench.head_size", self.head_size, "expected a multiple of 8 up to 512")

@@ -171,13 +171,8 @@ class TrainGateConfig(RunConfig):
         window = self.gate.sink + self.gate.recent
         ok = self.gate.phase == "prefill" or window < self.data.seq_len
         require(ok, "gate.recent", self.gate.recent, f"expected gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
-        rows = -(-self.data.seq_len // size)
-        require(
-            self.gate.skip_rows < rows,
-            "gate.skip_rows",
-            self.gate.skip_rows,
-            f"expected fewer than the {rows} blocks of a chunk",
-        )
+        rows, skipped = -(-self.data.seq_len // size), self.gate.skip_rows
+        require(skipped < rows, "gate.skip_rows", skipped, f"expected fewer than the {rows} blocks of a chunk")
 
 
 @schema(kw_only=True)
@@ -247,9 +242,8 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.dtype != "float16", "dtype", self.dtype, "expected auto, bfloat16 or float32: float16 loses small gradients"
-        )
+        accepted = "expected auto, bfloat16 or float32: float16 loses small gradients"
+        require(self.dtype != "float16", "dtype", self.dtype, accepted)
         require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "expected 2 tokens or more")
         ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
         require(ok, "data.seq_len", self.data.seq_len, f"expected {TASK_TOKENS} tokens or more with tasks={self.tasks}")

@@ -73,10 +73,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        ok = self.batch_size % self.least_micro_batch == 0
-        require(
-            ok, "train.batch_size", self.batch_size, f"expected a multiple of train.micro_batch_size={self.micro_batch_size}"
-        )
+        size, accepted = self.batch_size, f"expected a multiple of train.micro_batch_size={self.micro_batch_size}"
+        require(size % self.least_micro_batch == 0, "train.batch_size", size, accepted)
 
     @property
     def least_micro_batch(self) -> int:
@@ -185,10 +183,8 @@ class KMeansConfig:
     )
     rope: Flag = key("true: cluster keys after RoPE, a baseline", default=False)
     engine: Annotated[Text, OneOf(("auto", "batched", "faiss"))] = key(
-        (
-            "batched (all heads of a layer at once), faiss (one head at a time), or auto: faiss on a CPU without balance, "
-            "otherwise batched"
-        ),
+        "batched (all heads of a layer at once), faiss (one head at a time), or auto: faiss on a CPU without balance, "
+        "otherwise batched",
         default="auto",
     )
 

@@ -55,14 +55,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(each, dict) and each.keys() == {"role", "content"} and all(map(_is_text, each.values()))
-            for each in value
-        )
-    )
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
 
 
 def _normal(text: str) -> str:

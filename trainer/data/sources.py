@@ -106,11 +106,8 @@ def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
         for document in first:
             cut = len(document.text) * (HELD_OUT_FRACTION - 1) // HELD_OUT_FRACTION
             # The two parts have different names, so that different needles are injected.
-            yield (
-                Document(f"{document.name}, end", document.text[cut:])
-                if heldout
-                else Document(document.name, document.text[:cut])
-            )
+            end = Document(f"{document.name}, end", document.text[cut:])
+            yield end if heldout else Document(document.name, document.text[:cut])
         return
     yield from (document for document in chain(first, found) if is_held_out(document.name) == heldout)
 
@@ -166,9 +163,12 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
     content = decompressed(file, where, most)
     if kind in (".txt", ".md"):
         yield Document(name, decode(content, where))
+        return
+    if kind == ".parquet":
+        rows = _parquet_rows(content, column, where)
     else:
-        rows = _parquet_rows(content, column, where) if kind == ".parquet" else _json_rows(content, column, where)
-        yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
+        rows = (_text_of(row, column, place) for place, row in json_lines(content, where))
+    yield from (Document(f"{name}:{number}", text) for number, text in enumerate(rows))
 
 
 def decompressed(file: Path, where: str, most: int) -> bytearray:
@@ -188,10 +188,6 @@ def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
         return read_stream(lzma.LZMAFile(raw), where, most)
     except (lzma.LZMAError, EOFError) as error:
         raise UserError(f"{where}: damaged xz data ({first_line(error)})") from error
-
-
-def _json_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
-    yield from (_text_of(row, column, place) for place, row in json_lines(content, where))
 
 
 def json_lines(content: bytearray, where: str) -> Iterator[tuple[str, Any]]:

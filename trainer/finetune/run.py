@@ -36,9 +36,8 @@ from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
-FACTS = (
-    "training.json"  # where the model comes from; a folder without this file was not written by msattn and is never replaced
-)
+# Says where the model comes from; a folder without this file was not written by msattn and is never replaced.
+FACTS = "training.json"
 HELDOUT_CHUNKS = 4
 BYTES_PER_PARAMETER = 16  # float32: weight, gradient, and two moments of AdamW
 DDP_BYTES_PER_PARAMETER = 4  # DDP's communication buckets hold a copy of the gradients

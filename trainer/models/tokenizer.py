@@ -15,12 +15,8 @@ from msattn.trainer.storage.model_files import ModelFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VOCABULARY, SETTINGS, SPECIAL, TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder of further templates
 SLOW = ("tokenizer.model", "vocab.json")  # transformers builds a tokenizer from these
 OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")  # it reads these too
