@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from msattn import cli
 from msattn.trainer.commands.jobs import Command
@@ -23,7 +22,7 @@ from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
 from tests.adversary.tries import Tries, spread, wait_until
-from tests.training.line import TRAIN, Line, final_weights, run
+from tests.training.line import TRAIN, Line, run, same_weights
 
 HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -43,11 +42,11 @@ def output_fault(code: int, expected: set[int], output: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The weights of an uninterrupted run."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     run(Line(folder / "seen"), folder)
-    return final_weights(folder)
+    return folder
 
 
 @pytest.fixture
@@ -88,16 +87,14 @@ def train_gate(job: Path, *overrides: str) -> Child:
     return started(job, "train-gate", "tracker=none", *overrides)
 
 
-def resumed_fault(job: Path, whole: dict[str, torch.Tensor]) -> str | None:
+def resumed_fault(job: Path, whole: Path) -> str | None:
     """Resumes the run of ``job`` to its end; says whether its weights differ from those of an uninterrupted run."""
     run(Line(job / "seen"), job, resume=True)
-    found = final_weights(job)
-    same = all(torch.equal(found[name], whole[name]) for name in whole)
-    return None if same else "the resumed run has other weights"
+    return None if same_weights(job, whole) else "the resumed run has other weights"
 
 
 @pytest.mark.slow
-def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: dict[str, torch.Tensor]) -> None:
+def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: Path) -> None:
     """One line names the loss and the checkpoint."""
     draw = random.Random(4)
     for number in (signal.SIGKILL, signal.SIGTERM):
