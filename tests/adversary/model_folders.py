@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from msattn.trainer.commands.greedy import Clock, generate_greedily
+from msattn.trainer.commands.answers import Clock, generate_greedily
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.models.chat import encode_prompt

@@ -19,9 +19,9 @@ import torch
 from transformers.generation.streamers import TextStreamer
 
 from msattn.trainer import models
+from msattn.trainer.commands.answers import describe, load_served
 from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.commands.greedy import describe, load_served
 from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models.chat import encode_conversation
 from tests.factory import embedded_tokenizer

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import TextStreamer
 
-from msattn.trainer.commands.greedy import (
+from msattn.trainer.commands.answers import (
     Answer,
     Clock,
     Served,

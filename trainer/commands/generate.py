@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from msattn.trainer.commands.greedy import Answer
+    from msattn.trainer.commands.answers import Answer
     from msattn.trainer.models import Loaded
 
 
@@ -33,7 +33,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
     """Generates with dense and with sparse attention, prints and returns both answers; with ``chat`` it chats instead."""
     from rich.console import Console
 
-    from msattn.trainer.commands.greedy import check_fits, describe, load_served, tracked
+    from msattn.trainer.commands.answers import check_fits, describe, load_served, tracked
     from msattn.trainer.models.chat import encode_prompt
     from msattn.trainer.progress import activity
     from msattn.trainer.serving.attach import attach
@@ -71,7 +71,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
 
 
 def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> "Answer":
-    from msattn.trainer.commands.greedy import Answer, Clock, generate_greedily
+    from msattn.trainer.commands.answers import Answer, Clock, generate_greedily
 
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
     with context as sparse:
@@ -81,7 +81,7 @@ def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) 
 
 
 def _print_figures(results: "dict[str, Answer]", prompt_tokens: int, console: "Console") -> None:
-    from msattn.trainer.commands.greedy import common_prefix, format_number
+    from msattn.trainer.commands.answers import common_prefix, format_number
     from msattn.trainer.evaluate.report.tables import with_columns
 
     headers = ["", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"]

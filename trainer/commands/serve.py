@@ -63,7 +63,7 @@ def check_key(api_key: str | None) -> None:
 
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
-    from msattn.trainer.commands.greedy import describe, load_served, tracked
+    from msattn.trainer.commands.answers import describe, load_served, tracked
     from msattn.trainer.models import load
     from msattn.trainer.models.chat import around_prompt
     from msattn.trainer.serving.attach import attach

@@ -1,4 +1,4 @@
-"""Shared parts of generate, chat and serve: loading, tracking, greedy answers and their times."""
+"""Shared parts of the commands that answer prompts (generate, chat, serve): loading, tracking, greedy answers, their times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
