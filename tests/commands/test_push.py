@@ -245,11 +245,9 @@ def test_no_permission_no_network_and_public_repositories(
 ) -> None:
     hub.create(NAME)
     assert "exists and is public; push without --private" in push(run_folder, NAME, "--private")[1]
-    for token, message in ((READER, "no permission to write to it"), ("hf_unknown", "rejected the token")):
-        monkeypatch.setenv("HF_TOKEN", token)
-        for name in (NAME, "someone/new"):
-            code, out = push(run_folder, name)
-            assert (code, message in out) == (2, True), out
+    monkeypatch.setenv("HF_TOKEN", READER)
+    for name in (NAME, "someone/new"):
+        assert "no permission to write to it" in push(run_folder, name)[1]
     assert len(hub.repositories[NAME].commits) == 1
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the Hugging Face Hub cannot be reached" in push(run_folder, NAME)[1]

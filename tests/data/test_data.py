@@ -3,9 +3,7 @@
 import gzip
 import json
 import lzma
-import sys
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,72 +92,6 @@ def test_folders_and_globs_are_searched(tmp_path: Path) -> None:
     assert all_of(tmp_path / "**" / "*.gz") == [Document("a.txt.gz", "ay")]
     (tmp_path / "odd[1].txt").write_text("odd")
     assert all_of(tmp_path / "odd[1].txt") == [Document("odd[1].txt", "odd")]
-
-
-@pytest.fixture
-def dataset_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A local dataset that ``datasets`` loads without a network; its cache is in ``tmp_path``."""
-    pytest.importorskip("datasets")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    folder = Path("set")  # a relative path, because names decide the held-out split
-    folder.mkdir()
-    (folder / "train.jsonl").write_bytes(jsonl("content"))
-    return folder
-
-
-def test_hub_streams_and_reads_only_as_far_as_needed(
-    dataset_folder: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = DataConfig("hub", path=str(dataset_folder), column="content", seq_len=8, num_chunks=3)
-    train, heldout = sides(cfg)
-    assert sorted(document.text for document in [*train, *heldout]) == sorted(TEXTS)
-    assert heldout
-    assert len(chunks(cfg, tokenizer, seed=0)) == 3
-
-    import datasets
-
-    def endless() -> Any:
-        while True:
-            yield {"content": TEXTS[0]}
-
-    asked: list[Any] = []
-
-    class Builder:
-        def as_streaming_dataset(self, split: str) -> Any:
-            asked.append(split)
-            return datasets.IterableDataset.from_generator(endless)
-
-    def load_dataset_builder(*arguments: Any, **options: Any) -> Builder:
-        asked.append((arguments, options))
-        return Builder()
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    cfg = DataConfig("hub", path="some/set", subset="en", split="validation", column="content", seq_len=8, num_chunks=30)
-    assert len(chunks(cfg, tokenizer, seed=0)) == 30
-    assert len(chunks(cfg, tokenizer, seed=0, heldout=True, num_chunks=5)) == 5
-    assert asked[:2] == [(("some/set", "en"), {"revision": None}), "validation"]
-
-
-def test_hub_errors_name_the_setting(dataset_folder: Path) -> None:
-    cfg = DataConfig("hub", path=str(dataset_folder), column="content")
-    for change, message in (
-        ({"split": "nope"}, r"data\.path=.*Bad split: nope"),
-        ({"column": "body"}, r"data\.column=body: .*row 0 has no such column \(it has: id, content\)"),
-    ):
-        with pytest.raises(UserError, match=message):
-            list(documents(replace(cfg, **change), heldout=False))
-
-
-def test_hub_without_a_number_of_chunks_or_without_datasets(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = DataConfig("hub", path="some/set")
-    with pytest.raises(UserError, match=r"data\.num_chunks=null"):
-        chunks(cfg, tokenizer, seed=0)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"data=hub: .*pip install datasets"):
-        list(documents(cfg, heldout=False))
 
 
 @pytest.mark.parametrize(("name", "hashes_to_held_out"), [("book.txt", False), ("book-1.txt", True)])
