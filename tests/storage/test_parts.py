@@ -1,16 +1,12 @@
 """Finished parts of a job: atomic files that depend on the job's settings."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.storage.hashes import content_hash
 from msattn.trainer.storage.parts import FinishedParts
 
 
@@ -28,14 +24,6 @@ def test_parts_are_written_atomically(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="resume=true"):
         FinishedParts(tmp_path / "parts", {"seed": 1}, resume=True)
     assert "one" not in FinishedParts(tmp_path / "parts", {"seed": 1}, resume=False)
-
-
-def test_the_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    tensors, note, settings = {"x": torch.arange(3)}, '"seconds"', json.dumps({"seed": 0}, indent=1)
-    (tmp_path / "settings.json").write_text(settings)
-    stored = hashlib.sha256("\n".join(["one", content_hash(tensors), note, settings]).encode()).hexdigest()
-    save_file(tensors, tmp_path / "one.safetensors", metadata={"note": note, "hash": stored})
-    assert FinishedParts(tmp_path, {"seed": 0}, resume=True).load("one")[1] == "seconds"
 
 
 def test_a_full_disk_is_reported_when_parts_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
