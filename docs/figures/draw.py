@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
 Rows = list[dict[str, str]]
-NAMES = {"quest": "Quest bounds", "vertical_slash": "vertical-slash", "a_shape": "A-shape", "mean_pool": "mean pooling"}
+NAMES = {method: tables.TITLES[method] for method in ("quest", "vertical_slash", "a_shape", "mean_pool")}
 
 
 @dataclass(frozen=True)

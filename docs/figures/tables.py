@@ -18,15 +18,22 @@ MARKED = re.compile(r"<!-- (table|number): (\S+) -->.*?<!-- end -->", flags=re.D
 SPARSITIES = ("0.5", "0.8", "0.9", "0.95")
 SEEDS = ("0", "1", "2")
 SHARES = ("about 2 % of keys", "about 5 % of keys", "about 10 % of keys")
-SCORES = {  # title: method in the files
+TITLES = {  # of the methods in the files that choose blocks
     "gate": "gate",
-    "mean pooling": "mean_pool",
-    "vertical-slash": "vertical_slash",
-    "Quest bounds": "quest",
-    "true block map": "oracle",
-    "A-shape": "a_shape",
+    "gate_question": "gate and question",
+    "mean_pool": "mean pooling",
+    "vertical_slash": "vertical-slash",
+    "minference": "MInference",
+    "flexprefill": "FlexPrefill",
+    "xattention": "XAttention",
+    "flashprefill": "FlashPrefill",
+    "quest": "Quest bounds",
+    "oracle": "true block map",
+    "a_shape": "A-shape",
     "random": "random",
 }
+COMPARED_TITLES = {method: title for method, title in TITLES.items() if method not in ("a_shape", "random")}
+SCORES = {TITLES[x]: x for x in ("gate", "mean_pool", "vertical_slash", "quest", "oracle", "a_shape", "random")}
 ROUTERS = {
     "classifier, calibrated": "classifier, calibrated",
     "classifier": "classifier",
@@ -86,22 +93,9 @@ TURNS = (8192, 24576, 57344, 122880)
 SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 AT_80_AND_90 = {"80 %": "sparsity 0.8", "90 %": "sparsity 0.9"}
-COMPARED_TITLES = {
-    "gate": "gate",
-    "gate_question": "gate and question",
-    "mean_pool": "mean pooling",
-    "vertical_slash": "vertical-slash",
-    "minference": "MInference",
-    "flexprefill": "FlexPrefill",
-    "xattention": "XAttention",
-    "flashprefill": "FlashPrefill",
-    "quest": "Quest bounds",
-    "oracle": "true block map",
-}
 IN_SHORT = {
     title: {"method": method} for method, title in COMPARED_TITLES.items() if method not in ("flexprefill", "flashprefill")
 }
-TITLES = {method: title for title, method in SCORES.items()}
 TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
 COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
 COMPARED_BY = {  # title and form of a task's number
