@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -18,14 +17,6 @@ from msattn.trainer.signals import end_at_once, end_silently, handle, handled
 with handled(end_at_once):
     import typer
     from typer.core import TyperCommand, TyperGroup
-
-
-class ConfigSection(StrEnum):
-    """Part of the configuration that ``--cfg`` prints."""
-
-    job = "job"
-    hydra = "hydra"
-    all = "all"
 
 
 class ConfiguredCommand(TyperCommand):
@@ -73,7 +64,8 @@ Overrides = Annotated[
     typer.Argument(help="Hydra overrides: group=option, key=value.", autocompletion=_complete, show_default=False),
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of configuration groups.", show_default=False)]
-Cfg = Annotated[ConfigSection | None, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
+Section = Literal["job", "hydra", "all"] | None
+Cfg = Annotated[Section, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
 Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
 Model = Annotated[
     str | None,
@@ -131,7 +123,7 @@ def _run(
     command: str,
     overrides: list[str] | None,
     config_dir: Path | None,
-    cfg: ConfigSection | None,
+    cfg: Section,
     multirun: bool,
     model: str | None = None,
     data: str | None = None,
@@ -145,7 +137,7 @@ def _run(
     with _stopped_by_signals(), warnings_as_lines():
         given = own_overrides(model, data, overrides or [], command) + (overrides or [])
         if cfg is not None:
-            show(command, given, kind=cfg.value, config_dir=config_dir)
+            show(command, given, kind=cfg, config_dir=config_dir)
         else:
             launch(command, given, config_dir=config_dir, multirun=multirun, **arguments)
 

@@ -9,7 +9,7 @@ import torch
 
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import models
-from msattn.trainer.commands import greedy
+from msattn.trainer.commands import answers
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
 from msattn.trainer.config.evaluate import DecodingConfig
@@ -122,8 +122,8 @@ def test_one_router_decodes(tmp_path: Path) -> None:
     """A given one, else the first kind that there is; the embedded model has a classifier."""
 
     def chosen(*overrides: str) -> list[str]:
-        paths = greedy._artifacts(compose("generate", [f"outputs={tmp_path}", *overrides]))
-        return [kind for kind in greedy.ROUTER_KINDS if paths[kind]]
+        paths = answers._artifacts(compose("generate", [f"outputs={tmp_path}", *overrides]))
+        return [kind for kind in answers.ROUTER_KINDS if paths[kind]]
 
     assert chosen() == ["qmodel"]
     assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]
