@@ -24,7 +24,7 @@ FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """The fields of an evaluation's row that a card shows."""
 
     task: str
@@ -43,10 +43,10 @@ class Results:
     """The keys of ``results.json`` that a card needs."""
 
     artifacts: dict[str, dict[str, Any]]
-    rows: list[Row]
+    rows: list[ResultRow]
     methods: dict[str, dict[str, Any]] = field(default_factory=dict)  # the record of each method, by its name in rows
 
-    def name_of(self, row: Row) -> str | None:
+    def name_of(self, row: ResultRow) -> str | None:
         """Returns the name of a row's method without variants; None for a second artifact of the same kind."""
         method = self.methods.get(row.method, {"name": row.method})
         return None if method.get("source") else method.get("name")
@@ -136,7 +136,7 @@ By `msattn eval`, with exactly these weights.
 """
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: ResultRow) -> list[str]:
     left = row.sparsity if row.sparsity is not None else None if row.selectivity is None else 1 - row.selectivity
     length = row.extra.get("length")
     return [

@@ -34,7 +34,7 @@ Width = Annotated[Int, Interval(ge=1, le=16384)]
 Pools = Annotated[list[Annotated[Text, OneOf(POOLINGS)]], MinLen(1)]
 Loss = Annotated[Text, OneOf(LOSSES)]
 HeadsOf = Annotated[Text, OneOf(("query", "kv"))]
-Layers = Annotated[Int, Interval(ge=1, le=256)]
+UpTo256 = Annotated[Int, Interval(ge=1, le=256)]
 Letters = Annotated[Int, Interval(ge=1, le=25)]
 
 
@@ -244,8 +244,8 @@ class MtaConfig:
     letters: Letters = key("distinct letters per block; at most 16 with attention=multi_token", default=5)
     asked: Letters = key("letters in the question, which occur together in only one block", default=2)
     test_problems: Count = key("number of unseen problems in an evaluation", default=1000)
-    num_layers: Layers = key("layers of the model", default=4)
-    num_heads: Layers = key("attention heads per layer", default=2)
+    num_layers: UpTo256 = key("layers of the model", default=4)
+    num_heads: UpTo256 = key("attention heads per layer", default=2)
     hidden_size: Annotated[Int, Interval(ge=8, le=65536)] = key(
         "width of the model; the MLPs are four times as wide", default=256
     )

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from annotated_types import MinLen
 
@@ -15,8 +15,6 @@ from msattn.trainer.data.sources import decompressed, json_lines
 from msattn.trainer.data.tasks.ruler import DocumentQuestion, Questions
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import checked
-
-Schema = TypeVar("Schema")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.data.chunking import Chunks
-from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, Tokens, crop_from
+from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, TokenIds, crop_from
 from msattn.trainer.errors import UserError
 
 
@@ -39,8 +39,8 @@ class RetrievalMixture(Dataset[dict[str, Tensor]]):
             ids, weights = self.tasks.make(str(rng.choice(NAMES)), rng, len(ids))
         return {"input_ids": torch.from_numpy(ids), "weights": torch.from_numpy(weights)}
 
-    def _tokens(self, index: int) -> Tokens:
+    def _tokens(self, index: int) -> TokenIds:
         return self.chunks[index]["input_ids"].numpy()
 
-    def _crop(self, rng: np.random.Generator, length: int) -> Tokens:
+    def _crop(self, rng: np.random.Generator, length: int) -> TokenIds:
         return crop_from(self._tokens(int(rng.integers(len(self.chunks)))))(rng, length)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'msattn[gguf]'"
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions build other tokenizers
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 STATED = (  # a default of transformers would be another model's
     *("max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
     *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"),
@@ -64,7 +64,8 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     try:
         document, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
-        document |= {name: own[key] for key, name in LEFT_OUT.items() if key in own} | {"model_type": FAMILIES[architecture]}
+        document["model_type"] = ARCHITECTURES[architecture]
+        document |= {name: own[key] for key, name in LEFT_OUT.items() if key in own}
         for name in STATED:
             if name not in document:
                 raise ValueError(f"it does not state {name}")
@@ -112,8 +113,8 @@ def check_tensors(path: Path, config: "PreTrainedConfig", where: str) -> None:
 def _refusal(metadata: Mapping[str, Any]) -> str | None:
     """Returns the reason why a file is refused; in all these cases transformers would read a different model."""
     architecture, parts = metadata["general.architecture"], metadata.get("split.count", 0)
-    if str(architecture) not in FAMILIES:
-        return f"general.architecture={architecture!s:.60}: expected in GGUF files: {', '.join(FAMILIES)}"
+    if str(architecture) not in ARCHITECTURES:
+        return f"general.architecture={architecture!s:.60}: expected in GGUF files: {', '.join(ARCHITECTURES)}"
     if parts not in (0, 1):
         return f"one of {parts} parts: join them with llama-gguf-split --merge"
     of_old_files = metadata.get(f"{architecture}.rope.scale_linear", "none")

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from msattn.trainer.config.train import MtaConfig
-from msattn.trainer.data.tasks.sequences import Tokens
+from msattn.trainer.data.tasks.sequences import TokenIds
 from msattn.trainer.mta.attention import convert
 
 ALPHABET = 26
@@ -26,7 +26,7 @@ BLOCK_END, QUESTION = ALPHABET, ALPHABET + 1  # the token ids after those of the
 VOCAB_SIZE = ALPHABET + 2
 
 
-def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) -> Tokens:
+def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) -> TokenIds:
     """Draws a problem: ``[blocks * (letters + 1) + 1 + asked + letters]`` tokens of blocks, question and answer.
 
     Raises ValueError for a question longer than a block, or blocks of the whole alphabet, which cannot be distinguished.
@@ -46,7 +46,7 @@ def problem(rng: np.random.Generator, *, blocks: int, letters: int, asked: int) 
     return np.concatenate([ended.ravel(), [QUESTION], question, text[target]])
 
 
-def _random_blocks(rng: np.random.Generator, count: int, letters: int) -> Tokens:
+def _random_blocks(rng: np.random.Generator, count: int, letters: int) -> TokenIds:
     return rng.random((count, ALPHABET)).argsort(1)[:, :letters]
 
 

@@ -13,10 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from msattn.trainer.data.tasks.grammar import MARKS, ask, compose, one
+from msattn.trainer.data.tasks.grammar import MARKS, Rng, ask, compose, one
 from msattn.trainer.data.tasks.wordings import Wording, enumerated
 
-Rng = np.random.Generator
 T = TypeVar("T")
 ANSWER_DIGITS = 5
 KEY_SEPARATORS = (" ", " ", " ", " ", "-", "-", "-", "_", ".", "/")

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from msattn.trainer.data.tasks.exercises import distinct, identifier, letters, random_value
+from msattn.trainer.data.tasks.grammar import Rng
 
-Rng = np.random.Generator
-Count = Callable[[str], int]  # the number of tokens of a text
+CountTokens = Callable[[str], int]  # the number of tokens of a text
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -93,12 +93,12 @@ class Task:
     new_tokens: int  # tokens to generate
     smallest: int = SMALLEST  # fewest sentences, words or needles in a sample
 
-    def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> list[Sample]:
+    def samples(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: CountTokens) -> list[Sample]:
         """Draws a sample for each of ``seeds`` that has with its new tokens at most ``length`` tokens, and nearly as many."""
         size = self.size(seeds, haystack, length, count)
         return [self._longest(partial(self._draw, haystack, length, count, seed), size, length) for seed in seeds]
 
-    def size(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: Count) -> int:
+    def size(self, seeds: Sequence[Sequence[int]], haystack: Haystack, length: int, count: CountTokens) -> int:
         """Returns how many sentences, words or needles fit in the sample of the first of ``seeds``, or up to 2 % less.
 
         Raises ValueError if no sample is as short, and TooFewWords if the haystack's words do not suffice for one that long.
@@ -122,7 +122,7 @@ class Task:
         draw(seeds[0], high)  # raises if it has too few words, instead of too many tokens
         return low
 
-    def _draw(self, haystack: Haystack, length: int, count: Count, seed: Sequence[int], size: int) -> tuple[Sample, int]:
+    def _draw(self, haystack: Haystack, length: int, count: CountTokens, seed: Sequence[int], size: int) -> tuple[Sample, int]:
         """Returns a sample and its tokens with those of the answer."""
         made = self.make(np.random.default_rng(seed), haystack, length, size)
         return made, count(made.prompt + made.begun) + self.new_tokens

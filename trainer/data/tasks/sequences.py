@@ -18,10 +18,10 @@ from msattn.trainer.data.tasks.exercises import COMBINED, TASKS, Exercise, Rng, 
 from msattn.trainer.data.tasks.grammar import introduce
 from msattn.trainer.data.tasks.wordings import Wording
 
-Tokens = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 Weights = NDArray[np.float32]
-Pieces = list[tuple[Tokens, Weights]]  # pieces of several texts
-Crop = Callable[[Rng, int], Tokens]  # (rng, length) -> that many successive tokens of text
+Pieces = list[tuple[TokenIds, Weights]]  # pieces of several texts
+Crop = Callable[[Rng, int], TokenIds]  # (rng, length) -> that many successive tokens of text
 
 ANSWER_WEIGHT, ANSWER_LENGTH = 6.0, 512  # loss weight of answer tokens in sequences of up to 512 tokens; text has 1
 ROOM = 2048  # tokens for each exercise of a sequence that has several
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 def crop_from(tokens: NDArray[Any]) -> Crop:
     """Returns a function that draws successive tokens from a random place; it raises ValueError for more than there are."""
 
-    def crop(rng: Rng, length: int) -> Tokens:
+    def crop(rng: Rng, length: int) -> TokenIds:
         if length > len(tokens):
             raise ValueError(f"the text has {len(tokens)} tokens, but {length} are needed")
         start = int(rng.integers(len(tokens) - length + 1))
@@ -61,14 +61,14 @@ class Span:
     """Tokens ``ids`` to insert into a text before its token ``position``, with their loss weights."""
 
     position: int
-    ids: Tokens
+    ids: TokenIds
     weights: Weights
 
 
-def insert_spans(text: Tokens, spans: Sequence[Span]) -> tuple[Tokens, Weights]:
+def insert_spans(text: TokenIds, spans: Sequence[Span]) -> tuple[TokenIds, Weights]:
     """Returns ids and weights of ``text``, with weight 1, and ``spans``; spans at the same position keep their order."""
     ordered = sorted(spans, key=lambda span: span.position)
-    ids: list[Tokens] = []
+    ids: list[TokenIds] = []
     weights: list[Weights] = []
     for start, span in zip([0, *(previous.position for previous in ordered)], ordered, strict=False):
         ids += [text[start : span.position], span.ids]
@@ -93,13 +93,13 @@ class TaskSequences:
         text = " ".join(tokenizer.decode(crop(rng, WORD_CROP).tolist()) for _ in range(WORD_CROPS))
         self.words = sorted(known | set(re.findall(r"(?<=\s)[a-z]{2,12}(?=\s)", text)))
 
-    def make(self, name: str, rng: Rng, length: int) -> tuple[Tokens, Weights]:
+    def make(self, name: str, rng: Rng, length: int) -> tuple[TokenIds, Weights]:
         """Returns ``length`` tokens with the task ``name``, and their weights."""
         if name == COPIES:
             return copies(rng, length, self.crop)
         return self._exercise(name, rng, length)
 
-    def _exercise(self, name: str, rng: Rng, length: int) -> tuple[Tokens, Weights]:
+    def _exercise(self, name: str, rng: Rng, length: int) -> tuple[TokenIds, Weights]:
         room = length
         while room >= 16:
             most = max(1, room // ROOM) if name in COMBINED else 1
@@ -112,7 +112,7 @@ class TaskSequences:
             room //= 2
         return self.crop(rng, length), np.ones(length, np.float32)
 
-    def _text(self, rng: Rng, length: int) -> Tokens:
+    def _text(self, rng: Rng, length: int) -> TokenIds:
         """Returns text, seldom a short passage that is repeated."""
         if length == 0 or rng.random() >= MONOTONOUS:
             return self.crop(rng, length)
@@ -147,7 +147,7 @@ class TaskSequences:
             found.append((np.concatenate(ids), np.concatenate(weights)))
         return found
 
-    def _hide(self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: Tokens) -> tuple[Tokens, Weights]:
+    def _hide(self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: TokenIds) -> tuple[TokenIds, Weights]:
         """Inserts ``facts`` before words of ``text``; ``turns`` follow the text, or are in it after the last fact."""
         allowed = insert_positions(self._starts_word[text])
         positions = np.sort(rng.choice(allowed, size=len(facts)))
@@ -164,7 +164,7 @@ def answer_weight(length: int) -> float:
     return ANSWER_WEIGHT * max(1.0, length / ANSWER_LENGTH) ** 0.5
 
 
-def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
+def copies(rng: Rng, length: int, crop: Crop) -> tuple[TokenIds, Weights]:
     """Inserts a passage, of text or of shuffled tokens, and repeats it once or twice after gaps. Repetitions have weight 1."""
     size = int(rng.integers(8, max(9, min(256, length // 5))))
     passage = crop(rng, size)
@@ -184,7 +184,7 @@ def copies(rng: Rng, length: int, crop: Crop) -> tuple[Tokens, Weights]:
 class NeedlePrompt(NamedTuple):
     """A prompt that ends with a question and its answer."""
 
-    ids: Tokens  # [length]
+    ids: TokenIds  # [length]
     answer_tokens: int  # at the end
     question_tokens: int  # before the answer
     statement: str  # the needle that is asked for
@@ -229,15 +229,15 @@ def needle_prompt(
     return NeedlePrompt(ids, len(answer), len(asked), statements[0], question)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
     return [np.asarray(ids, np.int64) for ids in encode_texts(tokenizer, list(texts))]
 
 
-def starts_word(tokenizer: Tokenizer, ids: Tokens) -> NDArray[np.bool_]:
+def starts_word(tokenizer: Tokenizer, ids: TokenIds) -> NDArray[np.bool_]:
     return np.array([token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool)
 
 
-def insert_positions(starts_word: NDArray[np.bool_]) -> Tokens:
+def insert_positions(starts_word: NDArray[np.bool_]) -> TokenIds:
     """Returns the indices of tokens that start a word, or all indices if there are none; one at least."""
     found = np.flatnonzero(starts_word)
     return found if len(found) else np.arange(max(1, len(starts_word)))

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from msattn.trainer.data.tasks.sequences import Tokens, crop_from, needle_prompt
+from msattn.trainer.data.tasks.sequences import TokenIds, crop_from, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 
 TEST_PROMPTS = 200
 
-NeedlePrompts = tuple[Tokens, int]  # prompts [samples, T], and the number of answer tokens at the end of each
+NeedlePrompts = tuple[TokenIds, int]  # prompts [samples, T], and the number of answer tokens at the end of each
 
 
 def bfloat16_autocast(device: torch.device) -> torch.autocast:

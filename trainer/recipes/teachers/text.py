@@ -14,7 +14,7 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.data.chunking import encode, warn_of_epochs
 from msattn.trainer.data.overlap import refuse_shared, shared_windows
 from msattn.trainer.data.sources import Document, documents, local_documents
-from msattn.trainer.data.tasks.sequences import TaskSequences, Tokens, crop_from
+from msattn.trainer.data.tasks.sequences import TaskSequences, TokenIds, crop_from
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import tokenizer as tokenizers
 from msattn.trainer.recipes.teachers.plans import Plan, Stage
@@ -84,7 +84,7 @@ class Texts:
         sources = {f"--text, {name}": tokens for name, tokens in self.tokens.items()}
         return {**sources, f"--text, the last {DEV_SHARE:.0%} of each book": self.dev}
 
-    def crop(self, rng: np.random.Generator, length: int) -> Tokens:
+    def crop(self, rng: np.random.Generator, length: int) -> TokenIds:
         return crop_from(self.tokens[str(rng.choice(list(self.tokens), p=self._shares))])(rng, length)
 
 
