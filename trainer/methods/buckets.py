@@ -3,24 +3,22 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
+from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config.model import ModelPresets
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method, check_finite
 from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability, Probes
 from msattn.trainer.models.families import attention_layers, check_shape, num_layers
-
-if TYPE_CHECKING:
-    from msattn.trainer.artifacts import Artifact
-    from msattn.trainer.models.parallel import HeadShard
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.parallel import HeadShard
 
 MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 PRESETS = ModelPresets()  # for routers whose manifest records nothing
@@ -44,7 +42,7 @@ class Router(nn.Module, ABC):
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # key/value heads of the model
     rope: bool = False  # a variant of the method that uses keys and queries after RoPE
-    artifact: "Artifact | None" = None  # the loaded artifact; None for a newly created router
+    artifact: Artifact | None = None  # the loaded artifact; None for a newly created router
     thresholds: KeyThresholds | None = None  # calibrated thresholds of a router that predicts attention
     routing_warning: str | None = None  # shown when the router is served or measured
 
@@ -96,14 +94,12 @@ class Router(nn.Module, ABC):
         """Returns how many keys in buckets a query reads on average: a fixed number, plus a share of all keys."""
         return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
-    def shard(self, part: "HeadShard") -> "Router":
+    def shard(self, part: HeadShard) -> "Router":
         """Returns the router of a part of the heads. Only needed for tensor parallelism."""
         raise NotImplementedError(f"{type(self).__name__}.shard: tensor parallelism needs this method")
 
     @abstractmethod
-    def visit(
-        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
-    ) -> Tensor:
+    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
         """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``, -1 for none.
 
         ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window`` keys, ``[B]`` or one number
@@ -111,11 +107,11 @@ class Router(nn.Module, ABC):
         """
 
     @abstractmethod
-    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+    def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         """Returns the bucket of each key of a whole text, int32 ``[1, Hkv, M]``, and the number of buckets."""
 
     @abstractmethod
-    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
         """Returns the bucket scores of the queries at ``positions [n]`` of a whole text: ``[n, Hkv, C]``.
 
         A query always reads the last ``recent`` keys, so block routers score only blocks before these. With ``by_head`` the
@@ -176,21 +172,19 @@ class BucketRouter(Router):
         """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
         return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def visit(
-        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
-    ) -> Tensor:
+    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
         score = self.head_scores if by_head else self.scores
         return self.choose(score(x.layer, x.q_nope, x.q), budget, sizes)
 
-    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+    def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         return self.assign(x.layer, x.k_nope, x.k), self.num_buckets
 
-    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
         score = self.head_scores if by_head else self.scores
         return score(x.layer, *queries_at(x, positions))
 
 
-def queries_at(x: "LayerInputs", positions: Tensor) -> tuple[Tensor, Tensor]:
+def queries_at(x: LayerInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the queries at ``positions [n]`` of one text, before and after RoPE, as single tokens: ``[n, Hq, 1, D]``."""
     q_nope, q = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q_nope, x.q))
     return q_nope, q

@@ -2,16 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.methods.buckets import Router, Sizes, queries_at
 from msattn.trainer.methods.budgets import Budget
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 NOT_FAR = float("-inf")  # score of a block in the dense window
 
@@ -27,7 +24,7 @@ class BlockRouter(Router):
     block_size: int  # keys of a block; blocks are counted from the end of the left padding
     pools: Sequence[str] = ()  # poolings of a block's keys before RoPE that summarize needs, see pool_blocks
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns a summary of each block: ``[B, Hkv, count_blocks(M, block_size), S]``.
 
         ``x`` holds all keys after RoPE and, if there are :attr:`pools` and cached keys, pooled keys before RoPE. A partial last
@@ -47,18 +44,16 @@ class BlockRouter(Router):
         """Returns :meth:`head_scores` summed over each query group: ``[B, Hkv, P]``."""
         return self.head_scores(layer, summaries, q_nope, q, positions).unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def visit(
-        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
-    ) -> Tensor:
+    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
         if x.cache.summaries is None:  # the dense window holds every key
             return x.q.new_empty(len(x.q), (x.q if by_head else x.k).shape[1], 0, dtype=torch.int32)
         return self.choose(self.far_scores(x, x.cache.summaries, window, by_head=by_head), budget, sizes)
 
-    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+    def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         blocks = block_of_keys(0, x.num_keys, None, self.block_size, x.k.device)
         return blocks.expand(1, x.k.shape[1], -1).contiguous(), count_blocks(x.num_keys, self.block_size)
 
-    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
         q_nope, q = queries_at(x, positions)
         queries = replace(x, q=q, q_nope=q_nope, kv_len=positions + 1)
         return self.far_scores(queries, self.summarize(x), recent, by_head=by_head)
@@ -77,7 +72,7 @@ class BlockRouter(Router):
         first_keys = self.block_size * torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill(first_keys >= before_window[:, None, None], NOT_FAR)
 
-    def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
+    def far_scores(self, x: LayerInputs, summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the scores of the newest token of each sequence: ``[B, Hkv, P]``, ``NOT_FAR`` for other blocks.
 
         ``x`` holds one query of each sequence; ``summaries [B or 1, Hkv, P, S]`` of blocks that are not far are ignored.

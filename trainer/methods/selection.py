@@ -7,7 +7,7 @@ share this interface. Nothing here synchronizes with the device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,7 @@ from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates
 from msattn.trainer.methods.policies import BY_NAME, Calibrated, TopK
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
-from msattn.trainer.models.layer_attention import score_options, with_sinks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
 
@@ -71,7 +68,7 @@ class Selection:
         """The gate whose scores are used; None for other scores."""
         return getattr(self.scorer, "gate", None)
 
-    def needs_keys(self, x: "LayerInputs") -> bool:
+    def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
         return self.gate is None or cast(Any, self.scorer).needs_keys(x)
 
@@ -101,19 +98,19 @@ class Selection:
             thresholds = gate.thresholds
         return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS))
 
-    def blocks(self, x: "LayerInputs") -> Tensor:
+    def blocks(self, x: LayerInputs) -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
 
         Every row that sees a key reads at least one block.
         """
         return self.choose(self.scorer(x), x)
 
-    def choose(self, scores: Tensor, x: "LayerInputs") -> Tensor:
+    def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
         """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""
         policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
         return policy(scores, self.candidates(x))
 
-    def candidates(self, x: "LayerInputs") -> Candidates:
+    def candidates(self, x: LayerInputs) -> Candidates:
         """Returns the blocks to select from."""
         always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
         return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, always)
@@ -167,7 +164,7 @@ def _calibrated(cfg: SelectConfig, always: AlwaysRead, table: BlockThresholds | 
     return [top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found]
 
 
-def selected_attention(x: "LayerInputs", selected: Tensor, block_size: int) -> SparseAttention:
+def selected_attention(x: LayerInputs, selected: Tensor, block_size: int) -> SparseAttention:
     """Computes the attention of a layer over the selected blocks.
 
     ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``, or uint8 zooms for

@@ -8,7 +8,7 @@ are computed in batched products.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
 from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.models.families import check_shape, num_kv_heads
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.parallel import HeadShard
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.1
@@ -153,9 +151,7 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries per classifier, C]
         return probs.flatten(1, 2)
 
-    def visit(
-        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
-    ) -> Tensor:
+    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
         if by_head or isinstance(budget, Probability):
             return super().visit(x, budget, sizes, window=window, by_head=by_head)
         queries = (x.q if self.rope else x.q_nope)[:, :, -1:]

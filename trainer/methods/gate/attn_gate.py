@@ -30,14 +30,12 @@ from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
 from msattn.trainer.models import rope
-from msattn.trainer.models.layer_attention import block_map
+from msattn.trainer.models.layer_attention import LayerInputs, block_map
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from msattn.trainer.models.tap import LayerInputs
 
 
 NORM_EPS = 1e-6
@@ -242,7 +240,7 @@ class Gate(GateArtifact[BlockThresholds]):
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
 
-    def true_map(self, x: "LayerInputs") -> MaxPoolAttention:
+    def true_map(self, x: LayerInputs) -> MaxPoolAttention:
         """Returns dense attention of a layer and the block map that its gates learn."""
         return block_map(x, self.cfg.block_size, cast(str, self.cfg.target))
 
@@ -260,7 +258,7 @@ class Gate(GateArtifact[BlockThresholds]):
         always = {"sink_blocks": self.always.sink_blocks, "local_blocks": self.always.local_blocks}
         return super().details() | {"layers": self.layer_numbers} | always
 
-    def logits(self, x: "LayerInputs") -> Tensor:
+    def logits(self, x: LayerInputs) -> Tensor:
         """Computes the trained scores of a layer's blocks before masking, fp32 ``[B, Hg, Tr, Tc]``.
 
         Raises ValueError if keys were cached before this pass, because the gate pools keys before RoPE and caches hold keys
@@ -270,7 +268,7 @@ class Gate(GateArtifact[BlockThresholds]):
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
-    def scores(self, x: "LayerInputs", *, last_queries: bool = False) -> Tensor:
+    def scores(self, x: LayerInputs, *, last_queries: bool = False) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
@@ -299,11 +297,11 @@ class Gate(GateArtifact[BlockThresholds]):
             last_queries=last_queries,
         )
 
-    def _inputs(self, x: "LayerInputs") -> tuple[Tensor, Tensor]:
+    def _inputs(self, x: LayerInputs) -> tuple[Tensor, Tensor]:
         """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline after the model's."""
         return (x.q, x.k) if self.cfg.rope == "model" else (x.q_nope, x.k_nope)
 
-    def _inv_freq(self, x: "LayerInputs") -> Tensor | None:
+    def _inv_freq(self, x: LayerInputs) -> Tensor | None:
         """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
         return self.inv_freq if x.rotates and self.cfg.rope is True else None
 
@@ -327,19 +325,19 @@ class GateScores:
     def block_size(self) -> int:
         return self.gate.cfg.block_size
 
-    def needs_keys(self, x: "LayerInputs") -> bool:
+    def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key, not only pooled keys."""
         del x
         return False
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)
 
 
 scorer = GateScores
 
 
-def check_keys(x: "LayerInputs") -> None:
+def check_keys(x: LayerInputs) -> None:
     """Raises ValueError if keys were cached before this pass, so that they are known only after RoPE."""
     if x.num_keys != x.k_nope.shape[2]:
         raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")

@@ -26,13 +26,12 @@ from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, check_keys
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
 from msattn.trainer.models.families import check_shape
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from msattn.trainer.models.tap import LayerInputs
 
 
 Finished = Literal["first", "last"]
@@ -135,7 +134,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     def details(self) -> dict[str, Any]:
         return super().details() | {"num_blocks": self.num_buckets, "finished_at": self.finished_at}
 
-    def logits(self, x: "LayerInputs", positions: Tensor) -> Tensor:
+    def logits(self, x: LayerInputs, positions: Tensor) -> Tensor:
         """Computes the scores of a layer's blocks before softmax, for the queries at ``positions [n]`` of a whole prompt.
 
         Returns fp32 ``[B, Hkv, n, Tc]``, not masked.
@@ -143,7 +142,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         queries = self._project_queries(x.layer, x.q_nope[:, :, positions], positions[None])
         return queries @ self.summarize(x).mT
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns the projected keys of each block: fp32 ``[B, Hkv, Tc, hidden]``, fp64 for fp64.
 
         Raises ValueError if keys were cached before this pass and ``x.pooled_keys`` does not hold them.
@@ -155,7 +154,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         with torch.autocast(pooled.device.type, enabled=False):
             return self._gate(x.layer).project_keys(pooled, self.inv_freq, self._positions(x, pooled.shape[2]))
 
-    def _positions(self, x: "LayerInputs", blocks: int) -> Tensor | None:
+    def _positions(self, x: LayerInputs, blocks: int) -> Tensor | None:
         """Returns the RoPE positions of the blocks' pooled keys, ``[B | 1, blocks]``; None: the first positions."""
         if self.finished_at == "first" or x.prompt_keys is None:
             return None

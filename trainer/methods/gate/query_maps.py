@@ -5,14 +5,12 @@ without padding. Softmax statistics are fp32 (fp64 for fp64 inputs).
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 SCORES_AT_ONCE = 2**26  # scores of all heads; 256 MB
 
@@ -33,7 +31,7 @@ def far_blocks(positions: Tensor, num_keys: int, block_size: int, recent: int) -
     return (first_keys <= (positions - recent)[:, None])[None, None]
 
 
-def largest_in_blocks(x: "LayerInputs", positions: Tensor, block_size: int, *, sink: int = 0, recent: int = 0) -> Tensor:
+def largest_in_blocks(x: LayerInputs, positions: Tensor, block_size: int, *, sink: int = 0, recent: int = 0) -> Tensor:
     """Returns the largest attention probability in each block, over its keys and the query group: fp32 ``[B, Hkv, n, Tc]``.
 
     Probabilities are those of the full row. The first ``sink`` keys and a query's last ``recent`` keys do not count.
@@ -48,13 +46,13 @@ def largest_in_blocks(x: "LayerInputs", positions: Tensor, block_size: int, *, s
     return torch.cat(found, dim=2)
 
 
-def mass_of_blocks(x: "LayerInputs", positions: Tensor, block_size: int) -> Tensor:
+def mass_of_blocks(x: LayerInputs, positions: Tensor, block_size: int) -> Tensor:
     """Returns the attention mass of each block: fp32 ``[B, Hq, n, Tc]``; arguments as of :func:`largest_in_blocks`."""
     found = [_as_blocks(probabilities, block_size).sum(-1) for _, probabilities in _few_queries(x, positions)]
     return torch.cat(found, dim=3).flatten(1, 2)
 
 
-def _few_queries(x: "LayerInputs", positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _few_queries(x: LayerInputs, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields some of ``positions`` and the attention probabilities of these queries: ``[B, Hkv, group, n, M]``."""
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     k = x.k.to(dtype).mT  # [B, Hkv, D, M]

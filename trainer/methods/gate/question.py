@@ -5,7 +5,7 @@ question, and other rows also need the keys that these queries attend to.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import last_row, normalize_rows, row_span, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import GateScores
 from msattn.trainer.methods.untrained.scores.vertical_slash import last_attention, last_positions
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64
 COLUMNS = 0.5  # weight of the mean attention of the last queries; 1 finds answers as well and loses more perplexity
@@ -38,11 +36,11 @@ class QuestionScores(GateScores):
         "gate_question", "gate and question", trained=True, style={"color": "#009E73", "marker": "P"}, other_color="#66C2A5"
     )
 
-    def needs_keys(self, x: "LayerInputs") -> bool:
+    def needs_keys(self, x: LayerInputs) -> bool:
         return x.ends_prompt
 
     @torch.no_grad()
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         scores = self.gate.scores(x)
         if not x.ends_prompt:
             return scores
@@ -57,7 +55,7 @@ class QuestionScores(GateScores):
         self._set_exact_rows(x, scores, masses)
         return scores
 
-    def _set_exact_rows(self, x: "LayerInputs", scores: Tensor, masses: Tensor) -> None:
+    def _set_exact_rows(self, x: LayerInputs, scores: Tensor, masses: Tensor) -> None:
         """Sets the rows of ``scores`` that hold the last queries, of which ``masses [B, Hg, n, Tc]`` are the attention."""
         n, size = masses.shape[2], self.block_size
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)

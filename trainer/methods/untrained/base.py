@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import num_kv_heads
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.parallel import HeadShard
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
 
 BLOCK_SIZE = 16  # keys
 CHUNK_BYTES = 2**28  # bytes in memory at once for scores of single queries
@@ -36,18 +34,18 @@ class UntrainedScorer(ABC):
     block_size: int = 64
 
     @abstractmethod
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         """Returns the block scores of a layer: fp32 ``[B, Hq, Tr, Tc]``.
 
         Rows sum to 1 over the :meth:`visible` blocks and are 0 elsewhere (``msattn.normalize_rows``). ``x`` holds the queries
         ``x.q [B, Hq, N, D]``, the keys ``x.k [B, Hkv, M, D]``, both after RoPE, and the left padding ``x.kv_start [B]``.
         """
 
-    def visible(self, x: "LayerInputs") -> Tensor:
+    def visible(self, x: LayerInputs) -> Tensor:
         """Returns the causally visible blocks: bool ``[B | 1, 1, Tr, Tc]``."""
         return visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
 
-    def first_query(self, x: "LayerInputs") -> Tensor | None:
+    def first_query(self, x: LayerInputs) -> Tensor | None:
         """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""
         return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
 

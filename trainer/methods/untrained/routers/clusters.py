@@ -1,7 +1,5 @@
 """Clusters of a sequence's own keys, which queries choose by the mean keys (ClusterKV, RetroInfer); needs no training."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,7 @@ from msattn.trainer.methods.buckets import Sizes, bucket_sizes, queries_at
 from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.methods.key_blocks import NOT_FAR, block_products
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 SEGMENT = 1024  # keys that are clustered together; the cost of a key is proportional to it
 ITERATIONS = 2
@@ -53,24 +49,22 @@ class KeyClusters(UntrainedBlocks):
             found = found.gather(2, back.clamp(min=0)).masked_fill(back < 0, -1)
         return found, torch.cat(means, 2)
 
-    def visit(
-        self, x: "LayerInputs", budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False
-    ) -> Tensor:
+    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
         if x.cache.summaries is None:
             return super().visit(x, budget, sizes, by_head=by_head)
         return self.choose(self._densities(x, x.q, x.cache.summaries, sizes(), by_head), budget)
 
-    def buckets_of_keys(self, x: "LayerInputs") -> tuple[Tensor, int]:
+    def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         clusters, means = self.cluster(x.k)
         return clusters, means.shape[2]
 
-    def scores_at(self, x: "LayerInputs", positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
         """Returns the scores of queries of a whole text; the means of a query's last segment are those of later keys, too."""
         clusters, means = self.cluster(x.k)
         far = bucket_sizes(clusters[0], positions - recent, means.shape[2])
         return self._densities(x, queries_at(x, positions)[1], means, far, by_head)
 
-    def _densities(self, x: "LayerInputs", q: Tensor, means: Tensor, sizes: Tensor, by_head: bool) -> Tensor:
+    def _densities(self, x: LayerInputs, q: Tensor, means: Tensor, sizes: Tensor, by_head: bool) -> Tensor:
         """Returns the predicted attention to a key of each cluster, fp32 ``[B, Hkv, P]`` or ``[B, Hq, P]`` with ``by_head``.
 
         ``sizes [B, Hkv, P]`` are the numbers of keys in the clusters; empty ones are ``NOT_FAR``, whatever their ``means``.

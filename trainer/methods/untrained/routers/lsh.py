@@ -3,7 +3,7 @@
 MagicPIG weights the sampled keys by the inverse of their sampling probability; here they are read without weights.
 """
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
 from msattn.trainer.models.families import head_dim, num_kv_heads
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 BITS, TABLES = 8, 150  # K and L: of MagicPIG's, those that collide with the most keys
 COLLISIONS = 2  # tables in which a key has the query's code
@@ -47,7 +45,7 @@ class CollidingKeys(UntrainedBlocks):
         signs = (x.to(self.vectors.dtype) @ self.vectors > 0).unflatten(-1, (TABLES, BITS))
         return (signs * 2 ** torch.arange(BITS, device=x.device)).sum(-1, dtype=torch.int16)
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns the codes of the centred keys: int16 ``[B, Hkv, M, TABLES]``, from the end of the left padding on."""
         keys, last = x.k.to(self.vectors.dtype), x.num_keys - 1
         if x.kv_start is not None:

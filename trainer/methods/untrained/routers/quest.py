@@ -1,7 +1,5 @@
 """Routing to blocks by upper bounds of their scores (Quest, Tang et al. 2024)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -10,9 +8,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.key_blocks import block_products
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
 from msattn.trainer.methods.untrained.scores.quest import STYLE
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 class QuestBlocks(UntrainedBlocks):
@@ -23,7 +19,7 @@ class QuestBlocks(UntrainedBlocks):
 
     method = Method("Quest pages", style=STYLE)
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns the maximum and the minimum of each channel: fp32 ``[B, Hkv, P, 2 D]``, fp64 for fp64."""
         return pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)
 

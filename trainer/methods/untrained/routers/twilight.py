@@ -1,7 +1,5 @@
 """The fewest keys that hold a share of a query's attention: the top-p of Twilight (Lin et al. 2025, arXiv 2502.02770)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -9,9 +7,7 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.methods.key_blocks import NOT_FAR, block_products
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 MASS = 0.95  # the paper has 0.85 and 0.95
 LEVELS = 15  # steps between the smallest and the largest channel of a key, of 4 bits
@@ -28,7 +24,7 @@ class TopPKeys(UntrainedBlocks):
     method = Method("Twilight", style={"color": "#8B4789", "marker": "P"})
     block_size = 1
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns the keys, rounded to 4 bits and scaled: fp32 ``[B, Hkv, M, D]``, from the end of the left padding on."""
         keys = aligned_blocks(x.k, x.kv_start, 1).squeeze(3)
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
@@ -41,7 +37,7 @@ class TopPKeys(UntrainedBlocks):
         grouped = q[:, :, -1].to(summaries.dtype).unflatten(1, (self.kv_heads, -1))
         return block_products(grouped, summaries).flatten(1, 2)
 
-    def far_scores(self, x: "LayerInputs", summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
+    def far_scores(self, x: LayerInputs, summaries: Tensor, window: int | Tensor, *, by_head: bool = False) -> Tensor:
         """Returns the estimated attention to the far keys, which sums to 1: ``[B, Hkv, M]``, see :class:`BlockRouter`."""
         logits = super().far_scores(x, summaries, window, by_head=True)
         capped = x.capped(logits).masked_fill(logits == NOT_FAR, NOT_FAR)

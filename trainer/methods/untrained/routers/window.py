@@ -1,16 +1,12 @@
 """The newest blocks: a window of the last keys, besides the first ones (StreamingLLM, Xiao et al. 2024)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.key_blocks import count_blocks
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 class WindowBlocks(UntrainedBlocks):
@@ -18,7 +14,7 @@ class WindowBlocks(UntrainedBlocks):
 
     method = Method("sink and window", style={"color": "#E69F00", "marker": "v"})
 
-    def summarize(self, x: "LayerInputs") -> Tensor:
+    def summarize(self, x: LayerInputs) -> Tensor:
         """Returns ``[B, Hkv, P, 0]``: the keys do not matter."""
         return x.k.new_empty(*x.k.shape[:2], count_blocks(x.num_keys, self.block_size), 0)
 

@@ -1,7 +1,7 @@
 """Block scores of FlashPrefill, single queries against mean keys (Fan et al. 2026, arXiv 2603.06199)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks, row_span
 from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class FlashPrefill(UntrainedScorer):
 
     method: ClassVar = Method("flashprefill", "FlashPrefill", style={"color": "#0072B2", "marker": "H"})
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         keys = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start).float()
         queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
         rows = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)

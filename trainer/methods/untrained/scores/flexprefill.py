@@ -1,7 +1,7 @@
 """Block scores of FlexPrefill, which chooses a pattern for each head (Lai et al. 2025, arXiv 2502.20766, Algorithms 1 to 4)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,14 @@ class FlexPrefill(UntrainedScorer):
     method: ClassVar = Method("flexprefill", "FlexPrefill", style={"color": "#D55E00", "marker": "P"})
     tau: float = 0.1
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         vertical, slash = pattern_mass(x, self.block_size, self.block_size)
         true = normalize_rows(vertical.unflatten(-1, (-1, self.block_size)).sum(-1))
         query_aware = divergence(self.estimate(x), true).sqrt() < self.tau
         slashes = VerticalSlash(self.block_size).of_mass(x, vertical, slash)
         return torch.where(query_aware[..., None, None], MeanPool(self.block_size)(x), slashes)
 
-    def estimate(self, x: "LayerInputs") -> Tensor:
+    def estimate(self, x: LayerInputs) -> Tensor:
         """Returns the attention of the mean of the last ``block_size`` queries to the mean keys of blocks: ``[B, Hq, Tc]``."""
         queries = x.q[:, :, -self.block_size :].float()
         keys = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start).float()

@@ -1,7 +1,7 @@
 """Block scores of mean-pooled queries and keys."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -10,9 +10,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class MeanPool(UntrainedScorer):
     method: ClassVar = Method("mean_pool", "mean pooling", style={"color": "#56B4E9", "marker": "^"})
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=self.first_query(x))
         mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
         mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # one product for all heads of a query group

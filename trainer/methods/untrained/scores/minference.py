@@ -1,15 +1,13 @@
 """Block scores of MInference: the vertical-slash pattern and its always-read blocks (Jiang et al. 2024, arXiv 2407.02490)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 FIRST_COLUMNS, LAST_DISTANCES = 30, 100
 
@@ -24,7 +22,7 @@ class MInference(VerticalSlash):
 
     method: ClassVar = Method("minference", "MInference", style={"color": "#A0522D", "marker": "p", "linestyle": "--"})
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
         most = vertical.amax(-1, keepdim=True).maximum(slash.amax(-1, keepdim=True))
         vertical[..., :FIRST_COLUMNS] = most

@@ -1,7 +1,7 @@
 """The true block map as block scores: what gates learn. It needs dense attention."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -9,10 +9,7 @@ from msattn.kernels.types import Pool
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-from msattn.trainer.models.layer_attention import block_map
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, block_map
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Oracle(UntrainedScorer):
     method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
     target: Pool = "mass"
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         return normalize_rows(block_map(x, self.block_size, self.target).pooled)
 
 

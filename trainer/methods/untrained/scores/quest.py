@@ -1,7 +1,7 @@
 """Block scores by upper bounds (Quest, Tang et al. 2024)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 STYLE = {"color": "#009E73", "marker": "s"}
 
@@ -28,7 +26,7 @@ class Quest(UntrainedScorer):
 
     method: ClassVar = Method("quest", "Quest bounds", style=STYLE)
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
         bounds = pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
         bounds = bounds.transpose(-1, -2)

@@ -1,7 +1,7 @@
 """Block scores of the first and the nearest blocks (the A shape of StreamingLLM, Xiao et al. 2024)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,9 +9,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class SinkLocal(UntrainedScorer):
 
     method: ClassVar = Method("sink_local", "sink + local", style={"color": "#E69F00", "marker": "v"})
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         visible = self.visible(x)
         cols = torch.arange(visible.shape[-1], device=x.q.device)
         distance = visible.sum(-1, keepdim=True) - 1 - cols

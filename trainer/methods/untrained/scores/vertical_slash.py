@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,15 @@ class VerticalSlash(UntrainedScorer):
     method: ClassVar = Method("vertical_slash", "vertical slash", style={"color": "#6B8E23", "marker": "p"})
     last_queries: int = 64
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         return self.of_mass(x, *pattern_mass(x, self.last_queries, self.block_size))
 
-    def of_mass(self, x: "LayerInputs", vertical: Tensor, slash: Tensor) -> Tensor:
+    def of_mass(self, x: LayerInputs, vertical: Tensor, slash: Tensor) -> Tensor:
         """Returns the block scores by the mass of verticals and slashes, see :func:`pattern_mass`."""
         columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
         return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * self.visible(x))
 
-    def _largest_slash(self, x: "LayerInputs", slash: Tensor) -> Tensor:
+    def _largest_slash(self, x: LayerInputs, slash: Tensor) -> Tensor:
         """Returns the largest mass of the distances between the queries and keys of each block: ``[B, Hq, Tr, Tc]``."""
         reach = self.block_size - 1  # the distances in a block differ by up to this from that of its first query and key
         # Entry i is of the distances around i - reach: the first is -reach.
@@ -53,7 +51,7 @@ class VerticalSlash(UntrainedScorer):
         return largest.gather(2, index.flatten(1)[:, None].expand(*slash.shape[:2], -1)).unflatten(2, index.shape[1:])
 
 
-def pattern_mass(x: "LayerInputs", last_queries: int, block_size: int) -> tuple[Tensor, Tensor]:
+def pattern_mass(x: LayerInputs, last_queries: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Returns the attention mass of the last queries by key position and by distance, fp32 ``[B, Hq, P]`` each.
 
     Positions count from the start of each sequence; P is the number of keys, rounded up to whole blocks.
@@ -68,7 +66,7 @@ def pattern_mass(x: "LayerInputs", last_queries: int, block_size: int) -> tuple[
     return torch.cat(verticals, dim=1), torch.cat(slashes, dim=1)
 
 
-def last_attention(x: "LayerInputs", last_queries: int, block_size: int) -> Iterator[Tensor]:
+def last_attention(x: LayerInputs, last_queries: int, block_size: int) -> Iterator[Tensor]:
     """Yields the attention of the last queries, for the heads of one key/value head at a time, which bounds the memory.
 
     It is fp32 ``[B, Hq / Hkv, n, P]``, 0 for padded queries. Positions of keys count from the start of each sequence; P is the
@@ -87,7 +85,7 @@ def last_attention(x: "LayerInputs", last_queries: int, block_size: int) -> Iter
         yield mass if visible else mass.nan_to_num_(0)
 
 
-def last_positions(x: "LayerInputs", n: int) -> Tensor:
+def last_positions(x: LayerInputs, n: int) -> Tensor:
     """Returns the positions of the last ``n`` queries in their sequences, negative in padding: int64 ``[B | 1, n]``."""
     positions = torch.arange(x.num_keys - n, x.num_keys, device=x.q.device)[None]
     return positions if x.kv_start is None else positions - x.kv_start[:, None].long()

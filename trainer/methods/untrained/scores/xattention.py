@@ -1,7 +1,7 @@
 """Block scores of XAttention, sums of strided antidiagonals (Xu et al. 2025, arXiv 2503.16428, Algorithm 1)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,9 +9,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
 from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
-
-if TYPE_CHECKING:
-    from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class XAttention(UntrainedScorer):
     method: ClassVar = Method("xattention", "XAttention", style={"color": "#CC79A7", "marker": "X"})
     stride: int = 8
 
-    def __call__(self, x: "LayerInputs") -> Tensor:
+    def __call__(self, x: LayerInputs) -> Tensor:
         tiles, heads = self.block_size // self.stride, x.k.shape[1]
         keys = aligned_blocks(x.k, x.kv_start, self.block_size).unflatten(3, (tiles, self.stride))
         keys = keys.flatten(4).flatten(2, 3).float()  # [B, Hkv, Tc * tiles, stride * D]
