@@ -211,7 +211,7 @@ class RouterDetails:
     rope: bool
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
     residual: bool = False
-    thresholds: KeyThresholds | None = None  # of a classifier; earlier versions have none
+    thresholds: KeyThresholds | None = None  # of a classifier
 
     def __post_init__(self) -> None:
         if not self.layers or sorted(set(self.layers)) != self.layers:

@@ -115,15 +115,6 @@ class BlockThresholds:
         return RowThreshold(2**log_scale, *exponents)
 
 
-@dataclass(frozen=True)
-class FixedThresholds:
-    """Schema of the thresholds of gates before version 0.2, for rows of one length."""
-
-    floor: Share
-    sparsities: list[Share]
-    layers: list[list[Annotated[float, Interval(gt=0, le=1)]]]
-
-
 class _Histograms(NamedTuple):
     """Histograms of the scores of a layer, by band of rows.
 

@@ -1,8 +1,8 @@
 """Measures a trained gate's thresholds again, for ``select=calibrated``, and writes them into its artifact.
 
 ``python -m msattn.trainer.recipes.recalibrate_gate FOLDER OVERRIDES`` takes the overrides of ``msattn train-gate`` that name
-the model and its training text. Use it for gates written by earlier versions, and to compare ways to distribute the blocks
-(``--by-layer``, ``--floor``) or to weight mean-pooled scores (``--mean-weight``) on copies of an artifact.
+the model and its training text. Use it for imported gates, which have no thresholds, and to compare ways to distribute the
+blocks (``--by-layer``, ``--floor``) or to weight mean-pooled scores (``--mean-weight``) on copies of an artifact.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, g
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import Allocation, FixedThresholds, calibrate_blocks
+from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -310,19 +310,21 @@ def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
     assert Selection.from_config(SelectConfig("topk", sink_blocks=0), gate).always == AlwaysRead(0, 1)
 
 
-def test_thresholds_of_earlier_versions_are_not_used(tmp_path, capsys):
-    gate = noisy_gate(config())
-    cast(Any, gate).thresholds = FixedThresholds(0.75, [0.5], [[0.1], [0.2]])
-    assert Gate.load(save(tmp_path, tiny_model(), gate)).thresholds is None
-    assert "its thresholds, of an earlier version, are not used" in capsys.readouterr().err
-
-
-def test_gates_of_earlier_versions_have_the_target_max(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("target", "details.gate has no target"),
+        ("mean_weight", "details.gate has no mean_weight"),
+        ("thresholds", "no key thresholds"),
+    ],
+)
+def test_an_artifact_without_what_its_scores_depend_on_is_refused(tmp_path, monkeypatch, missing, says):
     gate = noisy_gate(config(target="mass"))
     details = gate.details()
-    assert details["gate"].pop("target") == "mass"
+    del (details if missing == "thresholds" else details["gate"])[missing]
     monkeypatch.setattr(gate, "details", lambda: details)
-    assert Gate.load(save(tmp_path, tiny_model(), gate)).cfg.target == "max"
+    with pytest.raises(UserError, match=says):
+        Gate.load(save(tmp_path, tiny_model(), gate))
 
 
 @pytest.mark.parametrize(

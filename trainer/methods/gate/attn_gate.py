@@ -23,12 +23,12 @@ from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, row_span
 from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
-from msattn.trainer.methods.thresholds import Allocation, BlockThresholds, FixedThresholds
+from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
 from msattn.trainer.models.parallel import HeadShard
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 
 NORM_EPS = 1e-6
-BEFORE_0_2 = {"target": "max", "mean_weight": 0.0}  # for gates whose artifacts do not record them
 TARGET, MEAN_WEIGHT = "mass", 0.5  # used until they are chosen
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
@@ -155,7 +154,7 @@ class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
 
     gate: GateConfig
-    thresholds: BlockThresholds | FixedThresholds | None
+    thresholds: BlockThresholds | None
     layers: list[int] | None = None
     sink_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
     local_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
@@ -220,17 +219,11 @@ class Gate(GateArtifact[BlockThresholds]):
         Raises UserError if it is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
-        stored = dict(artifact.manifest["details"])
-        if isinstance(stored.get("gate"), dict):
-            stored["gate"] = BEFORE_0_2 | stored["gate"]
-        details = checked(stored, GateDetails, f"artifact {path}: details")
+        details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
+        for key in ("target", "mean_weight"):
+            if getattr(details.gate, key) is None:
+                raise UserError(f"artifact {path}: details.gate has no {key}")
         thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
-        if isinstance(thresholds, FixedThresholds):
-            print_once(
-                f"warning: artifact {path}: its thresholds, of an earlier version, are not used; "
-                "python -m msattn.trainer.recipes.recalibrate_gate measures new ones"
-            )
-            thresholds = None
         layers = list(range(num_layers)) if details.layers is None else details.layers
         if layers[-1] >= num_layers:
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
