@@ -6,10 +6,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from msattn.trainer.serving.engines.http.sampling import Logprobs
+from typing import Any, NamedTuple
 
 INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 
@@ -37,6 +34,14 @@ class ApiError(Exception):
         return {"Retry-After": "1"} if self.status in (429, 503) else {}
 
 
+class Logprobs(NamedTuple):
+    """The log-probability of a new token by the model's own distribution, and the likeliest tokens with theirs."""
+
+    token: int
+    value: float
+    best: list[tuple[int, float]]
+
+
 class AnswerForm:
     """Objects of the answers to one request, which share an id; ``chat`` ones are those of ``/v1/chat/completions``.
 
@@ -49,7 +54,7 @@ class AnswerForm:
         self._common = {"id": name, "created": int(time.time()), "model": model}
         self._offsets: dict[int, int] = defaultdict(int)  # characters of the tokens of each answer so far
 
-    def whole(self, answers: "Sequence[tuple[str, list[Logprobs], str]]", usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[tuple[str, list[Logprobs], str]], usage: dict[str, int]) -> dict[str, Any]:
         """Returns the answer to a request without a stream, from text, log-probabilities and reason of each answer."""
         choices = []
         for number, (text, logprobs, reason) in enumerate(answers):
@@ -59,7 +64,7 @@ class AnswerForm:
         return {"object": kind, **self._common, "choices": choices, "usage": usage}
 
     def piece(
-        self, number: int, text: str | None, logprobs: "list[Logprobs] | None" = None, reason: str | None = None
+        self, number: int, text: str | None, logprobs: list[Logprobs] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         """Returns an object of a stream. ``text=None`` begins a chat, or ends an answer if there is a ``reason``."""
         start = {"role": "assistant", "content": ""} if reason is None else {}
@@ -73,11 +78,11 @@ class AnswerForm:
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"object": "chat.completion.chunk" if self._chat else "text_completion", **self._common, "choices": choices}
 
-    def _choice(self, number: int, content: dict[str, Any], logprobs: "list[Logprobs]", reason: str | None) -> dict[str, Any]:
+    def _choice(self, number: int, content: dict[str, Any], logprobs: list[Logprobs], reason: str | None) -> dict[str, Any]:
         form = self._of_chat(logprobs) if self._chat else self._of_text(number, logprobs)
         return {"index": number, **content, "finish_reason": reason, "logprobs": form if logprobs else None}
 
-    def _of_chat(self, logprobs: "list[Logprobs]") -> dict[str, Any]:
+    def _of_chat(self, logprobs: list[Logprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
             text = self._decode(token)
             return {"token": text, "logprob": value, "bytes": None if INCOMPLETE in text else [*text.encode()]}
@@ -85,7 +90,7 @@ class AnswerForm:
         tokens = [entry(each.token, each.value) | {"top_logprobs": [entry(*best) for best in each.best]} for each in logprobs]
         return {"content": tokens, "refusal": None}
 
-    def _of_text(self, number: int, logprobs: "list[Logprobs]") -> dict[str, Any]:
+    def _of_text(self, number: int, logprobs: list[Logprobs]) -> dict[str, Any]:
         texts = [self._decode(each.token) for each in logprobs]
         *offsets, self._offsets[number] = accumulate(map(len, texts), initial=self._offsets[number])
         best = [{self._decode(token): value for token, value in (*each.best, (each.token, each.value))} for each in logprobs]

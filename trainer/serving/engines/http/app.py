@@ -20,11 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
-from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, event
+from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, Logprobs, event
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody, read_body
 from msattn.trainer.serving.engines.http.engine import Engine, Generation, usage_of
 from msattn.trainer.serving.engines.http.metrics import Metrics
-from msattn.trainer.serving.engines.http.sampling import Logprobs
 from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText, token_text
 
 LOG = logging.getLogger("msattn.serve")

@@ -27,11 +27,10 @@ MAX_STOP_LENGTH = 1000  # characters of one
 OTHER_VALUES = 1000  # values allowed in a body besides a value per prompt token; each takes up to hundreds of bytes of memory
 STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Penalty = Annotated[Finite, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=0)]
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-Share = Annotated[Number, Field(ge=0, le=1)]
+Bias = Annotated[Finite, Field(ge=-100, le=100)]
 One = Annotated[int, Field(ge=1, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -115,8 +114,8 @@ class Body(Strict):
 
     model: str
     max_tokens: Count | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     seed: int | None = None
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(_as_list)] = []
     stream: bool | None = False
@@ -124,7 +123,7 @@ class Body(Strict):
     user: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all
-    min_p: Share | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = 0
     frequency_penalty: Penalty | None = 0
     logit_bias: dict[Token, Bias] | None = None

@@ -17,11 +17,11 @@ from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.families import text_config
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.generate_batch import check_attached
-from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.answers import ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import Body
 from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
-from msattn.trainer.serving.engines.http.grammar import Grammars, JsonGrammar
-from msattn.trainer.serving.engines.http.sampling import Logprobs, Sampler, Sampling
+from msattn.trainer.serving.engines.http.grammar import Grammars
+from msattn.trainer.serving.engines.http.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ class Generation:
             self._arrived.put_nowait(new)
         if output.error is not None:
             self.fail(FAILED, "failed", running=False)
-        elif output.is_finished() and isinstance(self.sampling.grammar, JsonGrammar) and self.sampling.grammar.failed:
+        elif output.is_finished() and self.sampling.grammar is not None and self.sampling.grammar.failed:
             self.fail(NO_WAY_ON, "failed", running=False)
         elif output.is_finished():
             self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)

@@ -8,36 +8,19 @@ graph, so its tensors keep their addresses.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from msattn.trainer.serving.engines.http.answers import Logprobs
+from msattn.trainer.serving.engines.http.grammar import JsonGrammar
 
 # Below this temperature, a token whose logit is 0.001 less than the greatest has e^-100 of its probability, so sampling takes
 # the likeliest token but for ties. vLLM has the same limit. Below about 1e-37 logits become infinite in float32.
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20  # likeliest tokens of which a request may ask for the log-probabilities
 DRAWS = 2**24  # random numbers in [0, 1) that float32 holds exactly
-
-
-class Grammar(Protocol):
-    """The state of an answer that has to follow a grammar."""
-
-    def allowed(self) -> Tensor:
-        """Returns the tokens that may come next, bool ``[V]`` on the CPU."""
-        ...
-
-    def accept(self, token: int) -> None:
-        """Goes on to the state after ``token``."""
-        ...
-
-
-class Logprobs(NamedTuple):
-    """The log-probability of a new token by the model's own distribution, and the likeliest tokens with theirs."""
-
-    token: int
-    value: float
-    best: list[tuple[int, float]]
 
 
 @dataclass(eq=False)
@@ -52,7 +35,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    grammar: Grammar | None = None
+    grammar: JsonGrammar | None = None
     logprobs: int | None = None  # number of likeliest tokens to report; None: nothing is reported
 
     def __post_init__(self) -> None:
