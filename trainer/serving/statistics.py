@@ -42,22 +42,18 @@ class Statistics:
     def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
         self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
-        self._sums: Counter[Name] = Counter()
-        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # values on a device: fp64 scalars at fixed addresses
+        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # sums of values: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
         self._visible = self._read_densely = 0
         self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers
         self._lock = Lock()
 
-    def add(self, name: Name, value: Tensor | float = 1.0) -> None:
-        """Adds a number, or the mean of a tensor, to the values of ``name``."""
+    def add(self, name: Name, values: Tensor) -> None:
+        """Adds the mean of a tensor to the values of ``name``."""
         with self._lock:
             self._counts[name] += 1
-            if not isinstance(value, Tensor):
-                self._sums[name] += value  # type: ignore[assignment]  # pyrefly: ignore[unsupported-operation]
-                return
-            total = self._total(name, value.device)
-            total += value.detach().mean(dtype=torch.float64)
+            total = self._total(name, values.device)
+            total += values.detach().mean(dtype=torch.float64)
 
     def _total(self, name: Name, device: torch.device) -> Tensor:
         if (name, device) not in self._totals:
@@ -103,7 +99,7 @@ class Statistics:
             return self._sum(name) / count if count else None
 
     def _sum(self, name: Name) -> float:
-        return self._sums[name] + sum(float(total) for (own, _), total in self._totals.items() if own == name)
+        return sum(float(total) for (own, _), total in self._totals.items() if own == name)
 
     @property
     def counts(self) -> Counter[Name]:
@@ -154,31 +150,30 @@ class Statistics:
         return read / visible if visible else None
 
     def clear(self) -> None:
-        """Forgets all counts and means; graphs keep the addresses of the counters."""
+        """Forgets all counts and means."""
         with self._lock:
-            self._counts.clear()
-            self._sums.clear()
-            self._visible = self._read_densely = 0
-            self._synchronize()
-            for x in self._tensors():
-                x.zero_()
+            self._restore(Counter(), 0, 0, {})
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Ignores everything in the block, such as passes that only compile kernels and capture graphs."""
         with self._lock:
-            held = Counter(self._counts), Counter(self._sums), self._visible, self._read_densely
             self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
+            held = self._counts.copy(), self._visible, self._read_densely
         try:
             yield
         finally:
             with self._lock:
-                self._counts, self._sums, self._visible, self._read_densely = held
-                self._synchronize()
-                for x in self._tensors():  # in place: graphs hold their addresses
-                    x.copy_(on_device.get(id(x), torch.zeros_like(x)))
-                self._synchronize()
+                self._restore(*held, on_device)
+
+    def _restore(self, counts: Counter[Name], visible: int, read_densely: int, on_device: dict[int, Tensor]) -> None:
+        """Sets all counters; those on a device in place, since graphs hold their addresses, and to 0 if they are new."""
+        self._counts, self._visible, self._read_densely = counts, visible, read_densely
+        self._synchronize()
+        for x in self._tensors():
+            x.copy_(on_device.get(id(x), torch.zeros_like(x)))
+        self._synchronize()
 
     def _synchronize(self) -> None:
         """Waits for the streams that update counters on a device."""

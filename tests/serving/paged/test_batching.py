@@ -201,13 +201,13 @@ def test_an_enabled_model_and_one_with_adapters() -> None:
 def test_statistics_leave_out_what_is_not_counted() -> None:
     statistics = Statistics()
     for _ in range(2):
-        statistics.add("sparsity", 0.5)
+        statistics.add("sparsity", torch.tensor(0.5))
         statistics.add_visible(torch.tensor(10))
         statistics.add_visible(10, all_read=True)
         statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(1)
         before = statistics.mean("sparsity"), statistics.share_of_keys()
         with statistics.unchanged():
-            statistics.add("sparsity", 0.9)
+            statistics.add("sparsity", torch.tensor(0.9))
             statistics.count("dense_by_choice")
             statistics.add_visible(torch.tensor(1000), all_read=True)
             statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(7)
