@@ -95,21 +95,6 @@ class Step:
         self._length, self._tokens_left, self.has_run = length + 1, self._tokens_left - 1, True
         return hidden
 
-    def capture(self, launch: Callable[[], Tensor]) -> None:
-        """Captures ``launch`` as the step's graph, without running it."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            self.hidden = launch()
-        except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                logger.debug("the capture was already broken")
-            raise
-        graph.capture_end()
-        self.graph = graph
-
 
 class CurrentStep(threading.local):
     """The step that the current thread runs, if any."""
@@ -155,15 +140,27 @@ def concurrently(x: Tensor, first: Callable[[], Any], second: Callable[[], Any])
     return before, after
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Prevents garbage collection in the block, since freeing older graphs would break a capture."""
-    enabled = gc.isenabled()
+def captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Captures ``launch`` on the current stream, without running it; returns the graph and the tensor that it writes.
+
+    Garbage is not collected meanwhile, since freeing older graphs would break the capture.
+    """
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()
     try:
-        yield
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = launch()
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                logger.debug("the capture was already broken")
+            raise
+        graph.capture_end()
+        return graph, result
     finally:
-        if enabled:
+        if collects:
             gc.enable()
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from msattn.trainer.methods.blocks import shared_by_layers
 from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.layers import GrowingLayer
-from msattn.trainer.serving.graphs import no_collection, on_capture_stream, uncapturable
+from msattn.trainer.serving.graphs import captured, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
 MAX_LAYER_FLOP = 2.5e11  # matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
@@ -85,18 +86,12 @@ class PromptGraph:
             hidden = launch(inputs, cache)
         before = self.statistics.counts
         try:
-            with on_capture_stream(device), no_collection(), shared_by_layers():
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self.hidden = launch(self.inputs, self.cache)
-                finally:
-                    graph.capture_end()
+            with on_capture_stream(device), shared_by_layers():
+                self.graph, self.hidden = captured(partial(launch, self.inputs, self.cache))
         except RuntimeError as error:
-            self.cache = self.hidden = None
+            self.cache = None
             logger.info(f"prompts: no CUDA graph: {' '.join(str(error).split())[:200]}")
         else:
-            self.graph = graph
             logger.info(f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s ({tuple(inputs)})")
         self.counts = self.statistics.counts - before
         self.statistics.count_again(Counter({name: -times for name, times in self.counts.items()}))  # nothing has run

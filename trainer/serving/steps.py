@@ -31,7 +31,7 @@ from msattn.trainer.serving.graphs import (
     NoGraph,
     Step,
     buffers_of,
-    no_collection,
+    captured,
     on_capture_stream,
     side_stream,
     uncapturable,
@@ -208,8 +208,8 @@ class DecodingSteps(NotCopied):
         reason, began = uncapturable(self.decoder), time.monotonic()
         if reason is None:
             try:
-                with on_capture_stream(step.position.device), no_collection():
-                    step.capture(partial(self._launch, step, arguments))
+                with on_capture_stream(step.position.device):
+                    step.graph, step.hidden = captured(partial(self._launch, step, arguments))
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
         if reason is not None:
