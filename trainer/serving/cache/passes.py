@@ -8,7 +8,7 @@ slots of all keys of all sequences one after another.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,10 +90,13 @@ class PagedPass:
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
         ends = torch.ones_like(kv_len) if answered is None else torch.isin(cu_queries[1:] - 1, answered)
         numbers = torch.stack([each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]).T
-        rows = [_Row(row, *own) for row, own in enumerate(numbers.tolist())]  # waits for the device
-        prompts = [(row.number, _prompt(row, table, state)) for row in rows if row.queries > 1]
-        decoded = _decoded([row for row in rows if row.queries == 1], table, kv_len)
-        return cls(state, pages, offsets, decoded, _groups(prompts, kv_len, is_sparse))
+        prompts, decoded = [], list[tuple[int, int, int]]()
+        for row, (first, queries, keys, pooled, ends) in enumerate(numbers.tolist()):  # waits for the device
+            if queries == 1:
+                decoded.append((row, first, keys))
+            elif queries:  # others are padding
+                prompts.append((row, _prompt(state, table[row], first, queries, keys, pooled, ends)))
+        return cls(state, pages, offsets, _decoded(decoded, table, kv_len), _groups(prompts, kv_len, is_sparse))
 
     @classmethod
     def _of_new_tokens(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
@@ -108,17 +111,6 @@ class PagedPass:
         return cls(state, pages, position % state.page_size, decoded, [])
 
 
-class _Row(NamedTuple):
-    """A sequence of a pass: its row in the tables, and what a :class:`PromptChunk` holds; one without queries is padding."""
-
-    number: int
-    first: int
-    queries: int
-    keys: int
-    pooled: int
-    ends: int
-
-
 def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -> Tensor:
     """Returns the pages of each sequence, int32 ``[B, pages]``, from the ``slots`` of all of their keys."""
     size, ends = state.page_size, kv_len.long().cumsum(0)
@@ -127,13 +119,13 @@ def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -
     return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
 
 
-def _prompt(row: _Row, table: Tensor, state: PagedState) -> PromptChunk:
+def _prompt(state: PagedState, table: Tensor, first: int, queries: int, keys: int, pooled: int, ends: int) -> PromptChunk:
     """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
-    pages = table[row.number, : -(-row.keys // state.page_size)]
+    pages = table[: -(-keys // state.page_size)]
     if state.gate is None:
-        return PromptChunk(row.first, row.queries, row.keys, pages, 0, pages[:0], bool(row.ends))
-    pooled = min(row.pooled, (row.keys - row.queries) // state.block_size)
-    return PromptChunk(row.first, row.queries, row.keys, pages, pooled, state.whole_blocks(pages, row.keys), bool(row.ends))
+        return PromptChunk(first, queries, keys, pages, 0, pages[:0], bool(ends))
+    pooled = min(pooled, (keys - queries) // state.block_size)
+    return PromptChunk(first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(ends))
 
 
 def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:
@@ -159,9 +151,9 @@ def _tokens(items: list[PromptChunk], device: torch.device) -> Rows:
     return torch.cat([torch.arange(item.first, item.tokens.stop) for item in items]).to(device)
 
 
-def _decoded(rows: list[_Row], table: Tensor, kv_len: Tensor) -> Sequences | None:
-    """Returns the sequences with one new token; None if there are none."""
+def _decoded(rows: list[tuple[int, int, int]], table: Tensor, kv_len: Tensor) -> Sequences | None:
+    """Returns the sequences with one new token, by row, token and number of keys; None if there are none."""
     if not rows:
         return None
-    numbers, tokens = [row.number for row in rows], torch.tensor([row.first for row in rows], device=table.device)
-    return Sequences(tokens, table[numbers], kv_len[numbers], max(row.keys for row in rows))
+    numbers, tokens, keys = map(list, zip(*rows, strict=True))
+    return Sequences(torch.tensor(tokens, device=table.device), table[numbers], kv_len[numbers], max(keys))
