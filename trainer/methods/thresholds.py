@@ -33,6 +33,7 @@ from annotated_types import Interval, Len
 from torch import Tensor
 from torch.nn import functional as F
 
+from msattn.trainer.config.schema import Share
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.models.families import num_layers
@@ -52,8 +53,6 @@ SHORT_ROWS = 16  # visible blocks
 SHORTEST_FITTED = 1.1  # rows enter the fit from this multiple of ``above``
 PRIOR_FIT = (0.0, -1.0, -0.5)  # log2 of the scale, and the exponents, that the fit tends to where rows have few lengths
 PRIOR_WEIGHTS = (0.0, 0.03, 0.03)
-
-Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 class Allocation(NamedTuple):
