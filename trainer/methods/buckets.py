@@ -134,8 +134,8 @@ class Router(nn.Module, ABC):
         return dense_buckets(bucket_densities(predicted, held), budget.density, budget.most)
 
     def best(self, scores: Tensor, probes: int) -> Tensor:
-        """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``: int32 ``[B, H, L]``."""
-        return top_buckets(scores, probes)
+        """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``, unordered: int32 ``[B, H, L]``."""
+        return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
     def ranked(self, scores: Tensor) -> Tensor:
         """Returns the buckets in the order in which probes visit them, by ``scores [B, H, C]``: ``[B, H, L]``, -1 is none."""
@@ -233,11 +233,6 @@ def layer_index(layers: list[int], layer: int) -> int:
     if layer not in layers:
         raise ValueError(f"layer={layer}: this router holds layers {layers}")
     return layers.index(layer)
-
-
-def top_buckets(scores: Tensor, probes: int) -> Tensor:
-    """Returns the ``probes`` (0 to C) buckets with the highest ``scores [..., C]``, int32 ``[..., probes]``, unordered."""
-    return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
 
 def hash32(word: Any) -> Any:

@@ -20,7 +20,6 @@ from msattn.trainer.evaluate.tasks.analysis import bucket_sizes, partitions, pla
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Window, query_batches, query_positions
 from msattn.trainer.evaluate.tasks.reads import keys_read
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import top_buckets
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import random_partition
@@ -184,7 +183,7 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
     buckets = method.router.assign(0, x.k_nope, x.k)
     for probes, setting in ((0, None), (1, "1 probe"), (4, "4 probes")):
         row = rows["k-means", setting] if setting else rows[str(WINDOW), "0 probes"]
-        visited = keys_read(buckets, positions, top_buckets(method.router.scores(0, q_nope, q), probes), method)
+        visited = keys_read(buckets, positions, method.router.best(method.router.scores(0, q_nope, q), probes), method)
         assert row.selectivity == pytest.approx(float((visited.sum(-1) / (positions[:, None] + 1)).mean()), rel=1e-5)
         for head in range(HEADS * GROUP):
             difference = size = mass = 0.0

@@ -14,11 +14,17 @@ from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyThresholds
-from msattn.trainer.methods.gate import query_maps
+from msattn.trainer.methods.gate import decode_distillation
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
+from msattn.trainer.methods.gate.decode_distillation import (
+    DecodeGateDistiller,
+    decode_gate_recall,
+    far_blocks,
+    largest_in_blocks,
+    mass_of_blocks,
+    sample_queries,
+)
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.query_maps import far_blocks, largest_in_blocks, mass_of_blocks, sample_queries
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
@@ -116,7 +122,7 @@ def test_rows_without_a_far_block_read_none() -> None:
 def test_targets_are_the_largest_of_the_full_softmax(
     heads: int, kv_heads: int, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query_maps, "SCORES_AT_ONCE", 2 * heads * 75 * 3)  # three queries at a time
+    monkeypatch.setattr(decode_distillation, "SCORES_AT_ONCE", 2 * heads * 75 * 3)  # three queries at a time
     q, k = 3 * normal(2, heads, 75, 16), normal(2, kv_heads, 75, 16, seed=1)
     x, positions = inputs(q, k), torch.tensor([0, 15, 16, 30, 31, 62, 74])
     largest = largest_in_blocks(x, positions, BLOCK, sink=sink, recent=recent)

@@ -8,7 +8,7 @@ hardly more memory than inference, and ``loss.backward()`` works as in any other
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -68,14 +68,6 @@ class PrecomputedGradients(torch.autograd.Function):
         return None, None, *(grad_output * gradient for gradient in ctx.gradients)
 
 
-class LayerLoss(NamedTuple):
-    """Dense attention of a layer ``[B, Hq, N, D]``, the loss of its gates, and their parameters."""
-
-    out: Tensor
-    loss: Tensor
-    parameters: list[nn.Parameter]
-
-
 class GateDistiller(nn.Module):
     """Trains gates on the block maps of their teacher; a module for the training loop.
 
@@ -124,14 +116,14 @@ class GateDistiller(nn.Module):
         loss = torch.stack(list(parts.values())).sum()
         return {"loss": PrecomputedGradients.apply(loss, gradients, *parameters), "parts": parts}
 
-    def layer_loss(self, x: LayerInputs) -> LayerLoss:
-        """Returns dense attention and the loss of the layer's gates, with a graph to their parameters."""
+    def layer_loss(self, x: LayerInputs) -> tuple[Tensor, Tensor, list[nn.Parameter]]:
+        """Returns dense attention, the loss of the layer's gates with a graph to their parameters, and these parameters."""
         cfg = self.gate.cfg
         dense = self.gate.true_map(x)
         visible = visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device)
         with torch.enable_grad():
             loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
-        return LayerLoss(dense.out, loss, list(self.gate.layers[x.layer].parameters()))
+        return dense.out, loss, list(self.gate.layers[x.layer].parameters())
 
 
 class Recalls:
@@ -140,12 +132,7 @@ class Recalls:
     def __init__(self) -> None:
         self._found: dict[str, list[Tensor]] = defaultdict(list)
 
-    def add(self, name: str, sparsity: float, layer: int, recall: Tensor) -> None:
-        """Adds the recall of a layer in a chunk, a scalar."""
-        self._found[f"recall/{name}@{sparsity}"].append(recall)
-        self._found[f"recall/{name}@{sparsity}/layer {layer}"].append(recall)
-
-    def add_each(
+    def add(
         self,
         scores: Mapping[str, Tensor],
         candidates: Candidates,
@@ -153,14 +140,17 @@ class Recalls:
         recall: Callable[[Tensor], Tensor],
         maps: BlockMaps | None,
     ) -> None:
-        """Adds the recalls of a layer under top-k selection by the ``scores`` ``gate`` and ``oracle``, at each sparsity.
+        """Adds the recalls of a layer in a chunk under top-k selection at each sparsity.
 
-        ``recall`` maps a block mask to its recall. ``maps`` collects the blocks that the gate reads at the largest sparsity.
+        It selects by the ``scores`` ``gate`` and ``oracle``; ``recall`` maps a block mask to its recall.
+        ``maps`` collects the blocks that the gate reads at the largest sparsity.
         """
         for name, ranked in scores.items():
             for sparsity in RECALL_SPARSITIES:
                 mask = TopK(sparsity=sparsity)(ranked, candidates)
-                self.add(name, sparsity, layer, recall(mask))
+                found = recall(mask)
+                for metric in (f"recall/{name}@{sparsity}", f"recall/{name}@{sparsity}/layer {layer}"):
+                    self._found[metric].append(found)
                 if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
                     maps.add(layer, candidates.visible, scores["oracle"], ranked, mask)
 
@@ -195,7 +185,7 @@ def gate_recall(
             return attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
 
         scores = {"gate": gate.scorer()(x), "oracle": normalize_rows(dense.pooled)}
-        recalls.add_each(scores, candidates, x.layer, recall, maps)
+        recalls.add(scores, candidates, x.layer, recall, maps)
         return dense.out
 
     run_tapped(teacher, dense_attention_with_recall, chunks)
