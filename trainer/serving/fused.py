@@ -3,7 +3,7 @@
 ``replaced`` installs them as ``module.forward``, so hooks on the modules still run.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -25,9 +25,13 @@ from msattn.trainer.serving.sparse import Sparse
 @contextmanager
 def fused(decoder: nn.Module) -> Iterator[None]:
     """Runs a decoder with the fused forward passes of its norms and MLPs inside the context."""
+    is_llama = family_of(decoder.config).llama_layers  # pyrefly: ignore[bad-argument-type]
     with ExitStack() as replacements:
-        for module, forward in _fused_modules(decoder):
-            replacements.enter_context(replaced(module, forward))
+        for module in decoder.modules() if is_llama else ():
+            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):  # others round differently
+                replacements.enter_context(replaced(module, FusedNorm(module)))
+            elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
+                replacements.enter_context(replaced(module, FusedMLP(module)))
         yield
 
 
@@ -124,19 +128,6 @@ def _is_fusable(x: Tensor, weight: Tensor) -> bool:
     """Returns True if a fused kernel supports ``x``; weights of offloaded modules are on another device between passes."""
     same = not isinstance(weight, DTensor) and x.dtype == weight.dtype and x.dtype in FLOATS and x.device == weight.device
     return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
-
-
-def _fused_modules(decoder: nn.Module) -> list[tuple[nn.Module, Callable[..., Any]]]:
-    """Returns a decoder's modules with a fused forward pass, and that pass; norms that round differently have none."""
-    found: list[tuple[nn.Module, Callable[..., Any]]] = []
-    if not family_of(decoder.config).llama_layers:  # pyrefly: ignore[bad-argument-type]
-        return found
-    for module in decoder.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            found.append((module, FusedNorm(module)))
-        elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
-            found.append((module, FusedMLP(module)))
-    return found
 
 
 def _is_silu(mlp: Any) -> bool:

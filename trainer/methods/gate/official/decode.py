@@ -26,7 +26,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import DecodeDefaults
 from msattn.trainer.methods.gate.attn_gate import AttnGate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate, Finished
-from msattn.trainer.methods.gate.official.files import POOLING, check_family, read_weights, rotation_factor
+from msattn.trainer.methods.gate.official.files import POOLING, check_family, gate_config, read_weights, rotation_factor
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
 
@@ -40,7 +40,7 @@ Q_POOLINGS = ("Qproj", "Qavgproj", "Qavg")
 
 
 @dataclass(frozen=True)
-class OfficialConfig:
+class DecodeConfig:
     """The keys of ``config.json`` that describe decode gates, with the authors' defaults."""
 
     base_model: str
@@ -84,33 +84,30 @@ def read(
     return gate, gate.details() | {"serving": asdict(_serving(official, gate, files))}, official.base_model
 
 
-def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
+def _read_config(files: ModelFiles) -> tuple[DecodeConfig, GateConfig]:
     """Returns the keys of the gates in ``config.json``, checked, and what they are as a configuration of ours."""
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
-    official = checked(files.config(), OfficialConfig, where)
+    official = checked(files.config(), DecodeConfig, where)
     q_pooling, k_pooling = official.seerattn_q_head_pooling_type, K_POOLING.fullmatch(official.seerattn_k_seq_pooling_type)
     if q_pooling not in Q_POOLINGS:
         raise UserError(f"{where}: seerattn_q_head_pooling_type={q_pooling:.60}: expected {', '.join(Q_POOLINGS)}")
     if k_pooling is None:
         named = f"seerattn_k_seq_pooling_type={official.seerattn_k_seq_pooling_type:.60}"
         raise UserError(f"{where}: {named}: expected poolings such as Kmaxminavg")
-    try:
-        cfg = GateConfig(
-            phase="decode",
-            block_size=official.seerattn_gate_block_size,
-            k_pool=POOLING.findall(k_pooling[1]),
-            hidden=official.seerattn_gate_hidden_size,
-            rope=official.seerattn_use_rope,
-            qk_norm=official.seerattn_use_qk_norm,
-            loss="kl",
-        )
-    except UserError as error:
-        raise UserError(f"{where}: the gates differ from ours: {error}") from error
-    return official, cfg
+    return official, gate_config(
+        files,
+        phase="decode",
+        block_size=official.seerattn_gate_block_size,
+        k_pool=POOLING.findall(k_pooling[1]),
+        hidden=official.seerattn_gate_hidden_size,
+        rope=official.seerattn_use_rope,
+        qk_norm=official.seerattn_use_qk_norm,
+        loss="kl",
+    )
 
 
-def _serving(official: OfficialConfig, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
+def _serving(official: DecodeConfig, gate: DecodeGate, files: ModelFiles) -> DecodeDefaults:
     """Returns how the gates are served there: a budget of tokens, besides the last block, in the layers from one on."""
     dense = official.seerattn_start_layer
     if dense >= len(gate.layers):

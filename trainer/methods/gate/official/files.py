@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import models
+from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
 from msattn.trainer.models.limited import limited
@@ -24,6 +25,14 @@ def check_family(files: ModelFiles, accepted: tuple[str, ...]) -> None:
     """Raises UserError for a model of a family for which there are no gates."""
     if (family := files.config().get("model_type")) not in accepted:
         raise UserError(f"{files.name}: config.json: model_type={family!s:.60}: expected {', '.join(accepted)}")
+
+
+def gate_config(files: ModelFiles, **settings: Any) -> GateConfig:
+    """Returns the configuration of our gates with ``settings``; UserError for settings that ours do not have."""
+    try:
+        return GateConfig(**settings)
+    except UserError as error:
+        raise UserError(f"{files.name}: config.json: the gates differ from ours: {error}") from error
 
 
 def rotation_factor(files: ModelFiles, config: "PretrainedConfig", hidden: int) -> float:

@@ -21,7 +21,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
-from msattn.trainer.methods.gate.official.files import POOLING, check_family, read_weights, rotation_factor
+from msattn.trainer.methods.gate.official.files import POOLING, check_family, gate_config, read_weights, rotation_factor
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
 
@@ -33,7 +33,7 @@ GATE_TYPE = re.compile(r"Q((?:max|min|avg)+)_K((?:max|min|avg)+)")
 
 
 @dataclass(frozen=True)
-class OfficialConfig:
+class PrefillConfig:
     """The keys of ``config.json`` that describe prefill gates."""
 
     base_model: str
@@ -64,29 +64,20 @@ def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str,
     return gate, gate.details(), official.base_model
 
 
-def _read_config(files: ModelFiles) -> tuple[OfficialConfig, GateConfig]:
+def _read_config(files: ModelFiles) -> tuple[PrefillConfig, GateConfig]:
     """Returns the keys of the gates in ``config.json``, checked, and what they are as a configuration of ours."""
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
-    official = checked(files.config(), OfficialConfig, where)
+    official = checked(files.config(), PrefillConfig, where)
     pools = GATE_TYPE.fullmatch(official.seerattn_gate_type)
     if pools is None:
         raise UserError(
             f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: expected poolings such as Qavg_Kmaxminavg"
         )
     q_pool, k_pool = (POOLING.findall(text) for text in pools.groups())
-    try:
-        cfg = GateConfig(
-            block_size=official.seerattn_gate_block_size,
-            q_pool=q_pool,
-            k_pool=k_pool,
-            hidden=official.seerattn_gate_hidden_size,
-            target="max",
-            mean_weight=0.0,
-        )
-    except UserError as error:
-        raise UserError(f"{where}: the gates differ from ours: {error}") from error
-    return official, cfg
+    size, hidden = official.seerattn_gate_block_size, official.seerattn_gate_hidden_size
+    own = {"target": "max", "mean_weight": 0.0}
+    return official, gate_config(files, block_size=size, q_pool=q_pool, k_pool=k_pool, hidden=hidden, **own)
 
 
 @torch.no_grad()
