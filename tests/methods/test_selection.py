@@ -248,30 +248,13 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("scores", [each for each in SCORES if each not in (*GATE_SCORES, "a_shape")])
-@pytest.mark.parametrize("policy", FREE_POLICIES)
-def test_from_config_builds_every_baseline(scores, policy):
-    selection = select.Selection.from_config(SelectConfig(policy=policy, scores=scores, block_size=BLOCK))
-    assert selection.block_size == BLOCK
-    assert selection.blocks(layer_inputs(40)).dtype == (torch.uint8 if policy == "multiscale" else torch.bool)
-
-
-@pytest.mark.parametrize("scores", GATE_SCORES)
-def test_gate_scores_need_a_gate(scores):
-    with pytest.raises(UserError, match=rf"^select.scores={scores}: needs a gate"):
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [*((each, "a gate") for each in GATE_SCORES), ("a_shape", "spans that msattn eval measures on text; sink")],
+)
+def test_scores_need_what_they_are_made_of(scores, says):
+    with pytest.raises(UserError, match=rf"^select.scores={scores}: needs {says}"):
         select.Selection.from_config(SelectConfig(scores=scores))
-
-
-def test_the_a_shape_needs_measured_spans():
-    with pytest.raises(
-        UserError, match=r"^select.scores=a_shape: needs spans that msattn eval measures on text; sink_local uses"
-    ):
-        select.Selection.from_config(SelectConfig(scores="a_shape"))
-
-
-def test_calibrated_policy_needs_a_trained_gate():
-    with pytest.raises(UserError, match=r"select.policy=calibrated"):
-        select.Selection.from_config(SelectConfig(policy="calibrated", scores="oracle"))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])

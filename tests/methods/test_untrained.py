@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.trainer.config.select import BASELINES, ROUTERS
-from msattn.trainer.methods.key_blocks import block_of_keys, count_blocks
+from msattn.trainer.methods.key_blocks import count_blocks
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.methods.untrained.base import BLOCK_SIZE, UntrainedRouter, UntrainedScorer
 from msattn.trainer.methods.untrained.routers.lsh import BITS, TABLES, CollidingKeys
@@ -62,32 +62,6 @@ def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dty
     assert torch.equal(RandomBuckets(8, LAYERS, KV_HEADS, seed=5).assign(1, k, k), buckets)
     for other in (RandomBuckets(8, LAYERS, KV_HEADS, seed=6).assign(1, k, k), router.assign(3, k, k)):
         assert 0.05 < (other == buckets).float().mean() < 0.2
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    keys=st.sampled_from([1, 15, 16, 17, 63, 65, 130]),
-    padding=st.lists(st.integers(0, 40), min_size=2, max_size=2),
-    scale=st.sampled_from([1e-3, 1.0, 50.0]),
-    seed=st.integers(0, 2**16),
-)
-def test_quest_bounds_are_those_of_the_pages_keys(keys: int, padding: list[int], scale: float, seed: int) -> None:
-    start = torch.tensor([min(each, keys - 1) for each in padding])
-    k, q = normal(2, KV_HEADS, keys, SIZE, seed=seed).double() * scale, normal(2, HEADS, 1, SIZE, seed=seed + 1).double()
-    router = QuestBlocks(8, LAYERS, KV_HEADS)
-    bounds = router.head_scores(1, router.summarize(inputs(k, start)), q, q, start)
-    pages = block_of_keys(0, keys, start, BLOCK_SIZE, k.device)
-    assert bounds.shape == (2, HEADS, count_blocks(keys, BLOCK_SIZE))
-    for b in range(2):
-        own = k[b, :, int(start[b]) :]
-        assert (pages[b, 0, : int(start[b])] == -1).all()
-        for page, members in enumerate(own.split(BLOCK_SIZE, dim=1)):
-            assert (pages[b, 0, int(start[b]) :] == page).sum() == members.shape[1]
-            for head in range(HEADS):
-                of_page, query = members[head // 2], q[b, head, 0]
-                expected = torch.maximum(query * of_page.amax(0), query * of_page.amin(0)).sum()
-                torch.testing.assert_close(bounds[b, head, page], expected)
-                assert ((of_page @ query) <= bounds[b, head, page] + 1e-9 * scale).all()
 
 
 def test_queries_of_one_sequence_share_its_summaries() -> None:

@@ -1,7 +1,6 @@
 """Folders of SeerAttention's released gates."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,9 @@ from torch import Tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.official import import_gate
 from tests.factory import tiny_config
+from tests.methods.gate.random_gates import BLOCK
 
-BLOCK, SIZE, HEADS, KV_HEADS = 16, 16, 4, 2
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda t: t.max(0)[0],
-    "min": lambda t: t.min(0)[0],
-    "avg": lambda t: t.mean(0),
-}
+SIZE, HEADS, KV_HEADS = 16, 4, 2
 
 
 def released(

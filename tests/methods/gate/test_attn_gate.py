@@ -18,7 +18,7 @@ from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, g
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
+from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -265,7 +265,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, chunks, allocation=Allocation(floor))["gate"]
+    gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
     candidates = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU)
     long = candidates.visible[..., 16:, :]
@@ -291,17 +291,10 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
     assert read[1] > read[0] + 0.02
 
 
-def test_sparsity_beyond_the_calibration_is_refused():
-    model, gate = tiny_model(), noisy_gate(config())
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 64)[0]}])["gate"]
-    with pytest.raises(UserError, match=r"select.sparsity=0.97"):
-        Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.97), gate)
-
-
 def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
     model, gate = tiny_model(), noisy_gate(config())
     gate.always = AlwaysRead(2, 1)
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, model, [{"input_ids": random_tokens(1, 400)[0]}])["gate"]
+    gate.thresholds = gate_thresholds(gate, model, [{"input_ids": random_tokens(1, 400)[0]}])
     assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(2, 1, short_rows=16)
     with pytest.raises(
         UserError, match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts any"
@@ -332,9 +325,7 @@ def test_an_artifact_without_what_its_scores_depend_on_is_refused(tmp_path, monk
 )
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
-        "gate"
-    ]
+    gate.thresholds = gate_thresholds(gate, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])
     loaded = Gate.load(save(tmp_path, tiny_model(), gate))
     assert loaded.cfg == gate.cfg
     assert loaded.thresholds == gate.thresholds

@@ -23,21 +23,15 @@ from tests.methods.gate.random_gates import BLOCK, config, noisy_gate, topical_t
 @torch.no_grad()
 def test_the_chosen_weight_changes_predictions_least(std: float) -> None:
     model, gate = tiny_model(initializer_range=0.3, max_position_embeddings=640), noisy_gate(config(mean_weight=None), std=std)
-    ids = topical_tokens(2, 40, seed=2)
-    chunks = [{"input_ids": row} for row in ids]
+    chunks = [{"input_ids": row} for row in topical_tokens(2, 40, seed=2)]
     choose_mean_weight(gate, model, iter(chunks))
     chosen, thresholds, changes = gate.cfg.mean_weight, gate.thresholds, {}
-    wanted = model(ids).logits.log_softmax(-1)
     for weight in WEIGHTS:
         gate.cfg = replace(gate.cfg, mean_weight=weight)
         gate.thresholds = gate_thresholds(gate, model, chunks)
         if weight == chosen:
             assert gate.thresholds == thresholds
-        changes[weight] = 0.0
-        for sparsity in SPARSITIES:
-            with attach(model, gate=gate, sparsity=sparsity, dense_below=0):
-                rows = [model(row[None]).logits.log_softmax(-1) for row in ids]
-            changes[weight] += (wanted.exp() * (wanted - torch.cat(rows))).sum(-1).mean().item()
+        changes[weight] = sum(_change(model, chunks, gate=gate, sparsity=sparsity) for sparsity in SPARSITIES)
     assert chosen == min(changes, key=changes.__getitem__)
 
 
@@ -48,23 +42,26 @@ def test_the_true_map_of_the_chosen_target_changes_predictions_least() -> None:
         gate, chunks = noisy_gate(config(target=None)), [{"input_ids": row} for row in topical_tokens(2, 40, seed=seed)]
         choose_target(gate, model, iter(chunks))
         chosen.append(gate.cfg.target)
-        changes = {target: _change(model, chunks, target) for target in TARGETS}
+        changes = dict.fromkeys(TARGETS, 0.0)
+        for target in TARGETS:
+            oracle = Oracle(BLOCK, target=target)
+            thresholds = calibrate_blocks({target: oracle}, model, chunks)[target]
+            for sparsity in SPARSITIES:
+                cfg = SelectConfig(policy="calibrated", sparsity=sparsity)
+                select = Selection.from_config(cfg, scorer=oracle, thresholds=thresholds)
+                changes[target] += _change(model, chunks, select=select)
         assert gate.cfg.target == min(changes, key=changes.__getitem__)
     assert {*chosen} == {*TARGETS}
 
 
 @torch.no_grad()
-def _change(model: Any, chunks: list[dict[str, Tensor]], target: Any) -> float:
-    """Returns KL(dense || sparse) of predictions when the true map selects the blocks."""
-    oracle, change = Oracle(BLOCK, target=target), 0.0
-    thresholds = calibrate_blocks({target: oracle}, model, chunks)[target]
-    for sparsity in SPARSITIES:
-        cfg = SelectConfig(policy="calibrated", sparsity=sparsity)
-        select = Selection.from_config(cfg, scorer=oracle, thresholds=thresholds)
-        for ids in (chunk["input_ids"][None] for chunk in chunks):
-            wanted = model(ids).logits.log_softmax(-1)
-            with attach(model, select=select, dense_below=0):
-                change += (wanted.exp() * (wanted - model(ids).logits.log_softmax(-1))).sum(-1).mean().item()
+def _change(model: Any, chunks: list[dict[str, Tensor]], **attached: Any) -> float:
+    """Returns KL(dense || sparse) of predictions, summed over the chunks."""
+    change = 0.0
+    for ids in (chunk["input_ids"][None] for chunk in chunks):
+        wanted = model(ids).logits.log_softmax(-1)
+        with attach(model, dense_below=0, **attached):
+            change += (wanted.exp() * (wanted - model(ids).logits.log_softmax(-1))).sum(-1).mean().item()
     return change
 
 

@@ -145,37 +145,19 @@ def test_targets_are_the_largest_of_the_full_softmax(
             torch.testing.assert_close(largest[:, :, row, block], expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [{}, {"recent": 20}, {"loss": "mse"}, {"loss": "smooth_l1", "skip_rows": 2}, {"qk_norm": True}], ids=str
-)
-def test_training_lowers_the_loss(changes: dict[str, Any]) -> None:
-    model, chunks = tiny_model(), random_tokens(4, 160)
-    gate = DecodeGate.build(model.config, decode_config(queries=48, **changes))
-    distiller = DecodeGateDistiller(gate, model)
-    optimizer = torch.optim.Adam(gate.parameters(), lr=0.02)
-    losses = []
-    for step in range(24):
-        outputs = distiller(chunks[step % 4 : step % 4 + 1])
-        assert set(outputs["parts"]) == {"layer 0", "layer 1"}
-        torch.testing.assert_close(torch.stack(list(outputs["parts"].values())).sum(), outputs["loss"])
-        optimizer.zero_grad()
-        outputs["loss"].backward()
-        optimizer.step()
-        losses.append(float(outputs["loss"].detach()))
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
-    assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_gradients_are_those_of_one_autograd_graph() -> None:
+@pytest.mark.parametrize(("changes", "first"), [({}, 11), ({"qk_norm": True, "skip_rows": 2}, 2 * BLOCK)], ids=str)
+def test_gradients_are_those_of_one_autograd_graph(changes: dict[str, Any], first: int) -> None:
     model, ids = tiny_model(), random_tokens(1, 100)
-    gate = DecodeGate.build(model.config, decode_config(queries=20, recent=10))
-    DecodeGateDistiller(gate, model)(ids)["loss"].backward()
+    gate = DecodeGate.build(model.config, decode_config(queries=20, recent=10, **changes))
+    outputs = DecodeGateDistiller(gate, model)(ids)
+    torch.testing.assert_close(torch.stack([outputs["parts"][f"layer {i}"] for i in range(2)]).sum(), outputs["loss"])
+    outputs["loss"].backward()
+    assert all(weight.grad is None for weight in model.parameters())
     found = [weight.grad for weight in gate.parameters()]
     gate.zero_grad()  # sets the gradients to None
     loss = torch.zeros(())
     for x in inputs_of_layers(model, ids):
-        positions = sample_queries(ids, 20, 11)
+        positions = sample_queries(ids, 20, first)
         target = largest_in_blocks(x, positions, BLOCK, sink=1, recent=10)
         target = target / target.sum(-1, keepdim=True)
         far = far_blocks(positions, 100, BLOCK, 10)

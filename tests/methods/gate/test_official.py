@@ -18,7 +18,8 @@ from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.released import BLOCK, REDUCE, SIZE, assert_refused, edited, released
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS
+from tests.methods.gate.released import SIZE, assert_refused, edited, released
 from tests.running import exit_code
 
 
@@ -38,7 +39,7 @@ def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools:
 
     def pooled(tokens: Tensor, names: list[str], block: int) -> Tensor:
         part = tokens[block * BLOCK : (block + 1) * BLOCK].double()
-        return torch.cat([REDUCE[name](part) for name in names])
+        return torch.cat([FUNCTIONS[name](part) for name in names])
 
     for head in range(len(q)):
         of_group = head * len(k) // len(q)

@@ -16,7 +16,8 @@ from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.released import BLOCK, KV_HEADS, REDUCE, SIZE, assert_refused, edited, write
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS
+from tests.methods.gate.released import KV_HEADS, SIZE, assert_refused, edited, write
 from tests.methods.gate.released import released as released_for_prefill
 from tests.running import succeed
 
@@ -72,7 +73,7 @@ def their_scores(
             vector = sum((group[i] @ query[head, i].double() for i in range(GROUP)), torch.zeros(()))
         vector = finished(vector, "qnorm", q.shape[1] - 1)
         for number, block in enumerate(k[head].double().split(BLOCK)):
-            pooled = torch.cat([REDUCE[pools[i : i + 3]](block) for i in range(1, len(pools), 3)])
+            pooled = torch.cat([FUNCTIONS[pools[i : i + 3]](block) for i in range(1, len(pools), 3)])
             other = finished(pooled @ key[head], "knorm", number * BLOCK)
             scores.append((vector * other.conj()).real.sum() / math.sqrt(len(vector) * 2))
     return torch.stack(scores).view(len(k), -1)

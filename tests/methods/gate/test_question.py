@@ -11,10 +11,10 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.gate import question
-from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
+from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
+from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import calibrate_blocks
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, config, noisy_gate
@@ -125,9 +125,7 @@ def test_the_thresholds_of_the_gate_serve_its_scores() -> None:
     with pytest.raises(UserError, match=r"needs calibrated thresholds of select.scores=gate_question"):
         Selection.from_config(select, gate)
     gate.always = AlwaysRead(2, 1)
-    gate.thresholds = calibrate_blocks({"gate": GateScores(gate)}, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])[
-        "gate"
-    ]
+    gate.thresholds = gate_thresholds(gate, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])
     selection, of_gate = Selection.from_config(select, gate), Selection.from_config(replace(select, scores="gate"), gate)
     assert isinstance(selection.scorer, QuestionScores)
     assert (selection.policy, selection.always) == (of_gate.policy, of_gate.always)
