@@ -51,25 +51,19 @@ def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
+def routed_decoding(router: Any, budget: Any, statistics: Statistics, **options: Any) -> RoutedDecoding:
+    options |= {"recent": RECENT, "sink": SINK, "dense_layers": (), "measure_recall": False}
+    return RoutedDecoding(router=router, budget=budget, statistics=statistics, **options)
+
+
 def decode(
-    router: Any,
-    k: Tensor,
-    q: Tensor,
-    padding: Tensor | None,
-    probes: int,
-    budget: Any = None,
-    softcap: Any = None,
-    **options: Any,
+    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, budget: Any, softcap: Any = None, **options: Any
 ) -> tuple[Tensor, Tensor, int]:
     """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
     cache, statistics = DynamicCache(), Statistics()
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
-    routed = RoutedDecoding(
-        router=router, budget=budget or Probes(probes), recent=RECENT, sink=SINK, dense_layers=(),
-        measure_recall=False, statistics=statistics, **options,
-    )  # fmt: skip
-    out = q
+    routed, out = routed_decoding(router, budget, statistics, **options), q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
         keys, values = layer.update(new, new.flip(-1))
         x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer, softcap=softcap)
@@ -139,7 +133,7 @@ def test_the_keys_that_are_read(name: str, softcap: float | None, lengths: tuple
     q = torch.randn(len(lengths), HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
     padding = torch.tensor([longest - each for each in lengths], dtype=torch.int32)
     router = ROUTERS[name]([0])
-    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, probes, softcap=softcap)
+    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, Probes(probes), softcap)
     for row, length in enumerate(lengths):
         own = k[row : row + 1, :, longest - length :]
         for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes, softcap)):
@@ -158,10 +152,7 @@ def test_clusters_follow_a_cache() -> None:
     q, cache = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64), DynamicCache()
     install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
     layer: Any = cache.layers[0]
-    routed = RoutedDecoding(
-        router=router, budget=Probes(BUCKETS), recent=RECENT, sink=SINK, dense_layers=(),
-        measure_recall=False, statistics=Statistics(),
-    )  # fmt: skip
+    routed = routed_decoding(router, Probes(BUCKETS), Statistics())
 
     def append(count: int) -> LayerInputs:
         new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
@@ -206,11 +197,11 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
         alone.kv_heads = HEADS
     else:
         router, alone = classifiers(KV_HEADS), classifiers(HEADS)
-    expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, 3, budget)
-    out, summed, _ = decode(router, k, q, padding, 3, budget, independent=True)
+    expected, counts, _ = decode(alone, k.repeat_interleave(group, 1), q, padding, budget)
+    out, summed, _ = decode(router, k, q, padding, budget, independent=True)
     torch.testing.assert_close(out, expected)
     assert torch.equal(summed, counts.unflatten(1, (KV_HEADS, group)).sum(2))
-    shared, _, _ = decode(router, k, q, padding, 3, budget)
+    shared, _, _ = decode(router, k, q, padding, budget)
     assert torch.allclose(out, shared) == (name == "window")
 
 

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from msattn.trainer.config import (
     DataConfig,
     FitKMeansConfig,
@@ -32,6 +34,16 @@ def configs(text: Path, outputs: Path) -> tuple[FitKMeansConfig, TrainQModelConf
         FitKMeansConfig(kmeans=KMeansConfig(num_buckets=BUCKETS, iterations=4, num_prompts=4), **shared),
         TrainQModelConfig(qmodel=settings, train=train, **shared),
     )
+
+
+def write_documents(folder: Path) -> Path:
+    """Writes documents that repeat words at long distances; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(24):
+        words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    return folder
 
 
 def interrupted_after(times: int, function: Any) -> Any:

@@ -31,18 +31,12 @@ from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 from tests.jobs import Job
-from tests.methods.classifier.runs import BUCKETS, LENGTH, configs, interrupted_after
+from tests.methods.classifier.runs import BUCKETS, LENGTH, configs, interrupted_after, write_documents
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of documents that repeat words at long distances."""
-    folder = tmp_path_factory.mktemp("text")
-    generator = torch.Generator().manual_seed(0)
-    for number in range(24):
-        words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
-        (folder / f"{number}.txt").write_text(" ".join(words))
-    return folder
+    return write_documents(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Runnin
         *({"temperature": temperature} for temperature in (-0.0, 5e-324, 1e-40, 1e-37, 9e-6)),
         {"temperature": 2, "top_p": 5e-324},
         {"temperature": 1e-40, "top_p": 5e-324},
+        *({"temperature": 2} | narrow for narrow in ({"top_k": 1}, {"min_p": 1, "top_k": -1}, {"top_k": 10**9, "top_p": 1e-9})),
         {"top_p": 1},
         {"seed": -(10**400)},
         {"stop": ["x" * 1000] * 16},

@@ -101,13 +101,6 @@ def test_answers_have_seeds_of_their_own(served: Running, client: OpenAI, stream
     assert ask() != ask()
 
 
-def test_narrow_choices_are_greedy(embedded: Loaded, served: Running) -> None:
-    text = text_of(embedded, by_hand(embedded, encoded(embedded, PROMPT))[0])
-    for narrow in ({"top_k": 1}, {"min_p": 1}, {"min_p": 1, "top_k": -1}, {"top_k": 10**9, "top_p": 1e-9}):
-        answer = served.post(json=ASK | {"temperature": 2} | narrow)
-        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, text), narrow
-
-
 @pytest.mark.parametrize("penalties", [{"presence": 2.0}, {"frequency": 0.7}, {"presence": -1.0, "frequency": 1.5}])
 def test_penalties_count_the_tokens_of_the_answer(embedded: Loaded, client: OpenAI, penalties: dict[str, float]) -> None:
     tokens = by_hand(embedded, encoded(embedded, PROMPT), **penalties)[0]
