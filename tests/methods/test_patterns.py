@@ -6,8 +6,6 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, falling, measure_spans
@@ -53,24 +51,6 @@ def test_vertical_slash_scores_are_the_largest_mass_that_crosses_a_block(num_que
             expected = slow_vertical_slash(x, row, head, 24)
             expected /= expected.sum(-1, keepdim=True).clamp(min=1e-30)
             torch.testing.assert_close(scores[row, head], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_vertical_slash_finds_a_column_and_a_distance():
-    """All queries look at key 37 and at the key 100 tokens before them."""
-    x = layer_inputs(320)
-    x.k.zero_()
-    x.q.zero_()
-    x.q[:, :, :, 0] = 120
-    angle = torch.arange(320) * 2 * torch.pi / 400
-    turned = torch.stack([angle.cos(), angle.sin()], -1) * 120
-    x.k[..., 1:3] = turned
-    x.k[:, :, 37, :3] = torch.tensor([120.0, 0, 0])
-    x.q[:, :, 100:, 1:3] = turned[:-100]
-    mask = Selection(TopK(sparsity=0.6), VerticalSlash(BLOCK), AlwaysRead(0, 0)).blocks(x)[0, 0]
-    assert mask[6:, 37 // BLOCK].all()
-    for r in range(10, 20):
-        crossed = {(r * BLOCK + i - 100) // BLOCK for i in range(BLOCK)}
-        assert all(mask[r, c] for c in crossed if c >= 0)
 
 
 def slow_profile(x: LayerInputs) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from msattn.trainer.config import POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import AlwaysRead, Candidates, normalize_rows, sparsity
+from msattn.trainer.methods.blocks import Candidates, normalize_rows, sparsity
 from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.quest import Quest
@@ -62,17 +62,6 @@ def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, 
     assert (diagonal <= mask).all()
     if sparsity == 0:
         assert torch.equal(mask, visible.expand_as(mask))
-
-
-def test_sink_and_local_blocks_count_within_the_share():
-    x = layer_inputs(320)
-    scores = Random(BLOCK)(x)
-    mask = select.Selection(TopK(sparsity=0.5), Random(BLOCK), AlwaysRead(2, 3)).choose(scores, x)
-    assert mask[..., :, 0].all()
-    assert mask[..., 1:, 1].all()
-    for distance in range(4):
-        assert mask.diagonal(-distance, 2, 3).all()
-    assert (mask[:, :, 19].sum(-1) == 10).all()
 
 
 def test_token_budget_limits_the_keys_of_a_row():

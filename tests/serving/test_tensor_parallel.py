@@ -13,25 +13,20 @@ import warnings
 import torch
 from transformers import AutoModelForCausalLM
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
-from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
 from tests.factory import random_partition, random_tokens
+from tests.methods.gate.random_gates import config, decode_config, noisy_gate, random_decode_gate
 
 warnings.simplefilter("ignore")
 whole, divided = (AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval() for plan in ({}, {"tp_plan": "auto"}))
-gate = Gate.build(whole.config, GateConfig(block_size=16)).requires_grad_(False)
 torch.manual_seed(0)
-for weight in gate.parameters():
-    torch.nn.init.normal_(weight, std=0.3)
-decode_gate = DecodeGate.build(whole.config, GateConfig(phase="decode", block_size=16, qk_norm=True))
-for weight in decode_gate.requires_grad_(False).parameters():
-    torch.nn.init.normal_(weight, std=0.3)
+gate = noisy_gate(config(), std=0.3).requires_grad_(False)
+decode_gate = random_decode_gate(decode_config(qk_norm=True))
 classifier = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
 classifier.thresholds = KeyThresholds([0.1], [1.2])
 window = {"recent": 8, "sink": 1, "dense_layers": ()}

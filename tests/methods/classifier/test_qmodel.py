@@ -97,12 +97,3 @@ def test_a_residual_classifier_adds_the_centroid_products(per_query_head: bool) 
     heads = torch.arange(router.weight_in.shape[1]) // (GROUP if per_query_head else 1)
     products = torch.einsum("lhnd,lhcd->lhnc", queries, router.partition.centroids[:, heads])
     torch.testing.assert_close(corrected, router(queries) + products)
-
-
-def test_keys_are_assigned_by_the_partition() -> None:
-    router = qmodel()
-    keys = torch.randn(2, KV_HEADS, 11, DIM)
-    assert torch.equal(router.assign(3, keys, keys), router.partition.assign(3, keys, keys))
-    assert (router.layers, router.num_buckets) == ([0, 3], BUCKETS)
-    with pytest.raises(ValueError, match="layer=1"):
-        router.scores(1, keys, keys)
