@@ -54,12 +54,9 @@ def last_row(rows: RowSpan) -> Tensor:
 
 
 class Candidates:
-    """Blocks of a layer that a policy selects from.
+    """Blocks of a layer that a policy selects from, bool ``[B | 1, 1, Tr, Tc]``.
 
-    Attributes
-    ----------
-    visible, always : bool ``[B | 1, 1, Tr, Tc]``, the blocks that may be read, and those among them that must be read, at
-        least one in each row that sees a key.
+    ``visible`` ones may be read; ``always`` are those among them that must be read, at least one in each row that sees a key.
     """
 
     def __init__(self, visible: Tensor, always: Tensor) -> None:
@@ -148,14 +145,7 @@ def candidate_blocks(
             found[key] = _candidate_blocks(num_queries, num_keys, block_size, None, device, always)
         return found[key]
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        return _unpadded_candidates(num_queries, num_keys, block_size, device, always)
-
-
-@lru_cache(maxsize=4)
-def _unpadded_candidates(
-    num_queries: int, num_keys: int, block_size: int, device: torch.device, always: AlwaysRead
-) -> Candidates:
-    return _candidate_blocks(num_queries, num_keys, block_size, None, device, always)
+        return _cached_blocks(num_queries, num_keys, block_size, None, device, always)
 
 
 def _candidate_blocks(
@@ -177,6 +167,9 @@ def _candidate_blocks(
     if always.short_rows:
         required |= visible & (visible.sum(-1, keepdim=True) <= always.short_rows)
     return Candidates(visible, required)
+
+
+_cached_blocks = lru_cache(maxsize=4)(_candidate_blocks)
 
 
 def normalize_rows(scores: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ block. The answer is that whole block::
 A head of plain attention finds blocks with one of the letters; the matches have to be combined over several layers.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from msattn.kernels.types import ConvMask
 from msattn.trainer.config.train import MtaConfig
 from msattn.trainer.data.tasks.sequences import TokenIds
 from msattn.trainer.mta.attention import convert
@@ -108,11 +109,8 @@ def build(cfg: MtaConfig, seed: int) -> Solver:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     if cfg.attention == "multi_token":
-        options: Any = {
-            "kernel": (cfg.asked, 2 * cfg.letters - 1),
-            "mask": cfg.mask,
-        }  # the question; or a block, starting from any letter
-        convert(model, **options)
+        # The kernel covers the question; or a block, starting from any letter.
+        convert(model, kernel=(cfg.asked, 2 * cfg.letters - 1), mask=cast(ConvMask, cfg.mask))
     return Solver(model, cfg.letters)
 
 

@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedConfig
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig
@@ -31,16 +32,13 @@ from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")  # options that only a router uses
 
 
 class ModelInfo(NamedTuple):
     """Description of the model that sparse attention is built for, independent of the engine."""
 
-    config: "PreTrainedConfig"
+    config: PreTrainedConfig
     dtype: torch.dtype
     fingerprint: Callable[[], dict[str, Any]]
     shard: Callable[[], HeadShard]  # returns the heads that this rank computes
@@ -86,7 +84,7 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     )
 
 
-def check_options(config: "PreTrainedConfig", options: AttachOptions) -> None:
+def check_options(config: PreTrainedConfig, options: AttachOptions) -> None:
     """Raises UserError, like :func:`msattn.attach`, for options that do not work with a model with this configuration."""
     check_supported(config)
     functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
@@ -149,7 +147,7 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
     return prefill_break_even(select.sparsity, device)
 
 
-def _decoding(router: Router | None, options: AttachOptions, config: "PreTrainedConfig") -> dict[str, Any]:
+def _decoding(router: Router | None, options: AttachOptions, config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the budget of a router, the numbers of first and last keys that are read besides, and the dense layers.
 
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for

@@ -7,19 +7,17 @@ new submodules finds models that are built with this name, and their first use e
 import threading
 import warnings
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedConfig
 
 from msattn.trainer.artifacts.model_config import KEY, OWN, settings_of
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.serving.attach import enable
 from msattn.trainer.serving.options import AttachOptions, artifact_options
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 NAME = "msattn"
 DEFAULT = "vertical_slash"  # selection of models whose files name nothing
@@ -45,7 +43,7 @@ def register() -> None:
     register_module_module_registration_hook(_find_model)
 
 
-def configured_options(config: "PreTrainedConfig") -> AttachOptions:
+def configured_options(config: PreTrainedConfig) -> AttachOptions:
     """Returns the options in a model's ``config.json``, or default options with a warning.
 
     Raises UserError for an unknown name, a wrong type or a bad value of an option.

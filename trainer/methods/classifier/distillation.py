@@ -18,14 +18,11 @@ RECALL_ROWS = 1024  # rows of a classifier evaluated at once
 
 
 class Distiller(nn.Module):
-    """Trains classifiers to minimize ``KL(target || classifier)``.
+    """Trains classifiers to minimize ``KL(target || classifier)``; only their weights are trained and saved.
 
-    Parameters
-    ----------
-    qmodel : the only registered submodule, so that only its weights are trained and saved.
-    draw : maps the ``batches`` of a forward pass to queries ``[layers, H, n, D]``, targets ``[layers, H, n, C]`` and the
-        targets' entropy ``[layers, H, n]`` in nats, on the device of ``qmodel``.
-    bf16 : computes products in bfloat16, as in the frozen model. Weights, batch norm and loss stay in fp32.
+    ``draw`` maps the ``batches`` of a forward pass to queries ``[layers, H, n, D]``, targets ``[layers, H, n, C]`` and the
+    targets' entropy ``[layers, H, n]`` in nats, on the device of ``qmodel``. With ``bf16`` products are computed in bfloat16,
+    as in the frozen model; weights, batch norm and loss stay in fp32.
     """
 
     def __init__(self, qmodel: QModel, draw: Callable[[Any], tuple[Tensor, Tensor, Tensor]], *, bf16: bool = False) -> None:

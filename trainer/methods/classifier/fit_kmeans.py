@@ -29,8 +29,6 @@ from msattn.trainer.training.tracker import Tracker
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from msattn.trainer.models.loading import Loaded
-
 
 def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     """Runs the job of ``msattn fit-kmeans``: clusters the keys of every served layer and writes the artifact.
@@ -162,7 +160,7 @@ def collect_keys(
 def write_artifact(
     cfg: FitKMeansConfig,
     folder: Path,
-    loaded: "Loaded",
+    loaded: models.Loaded,
     chunks: data.Chunks,
     parts: FinishedParts,
     kmeans_settings: dict[str, Any],

@@ -13,10 +13,11 @@ import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import PartialState
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import TrainQModelConfig
@@ -35,11 +36,6 @@ from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
-
-if TYPE_CHECKING:
-    from accelerate.state import PartialState
-
-    from msattn.trainer.models.loading import Loaded
 
 HELDOUT_PROMPTS = 4
 MEMORY_SHARE = 0.8  # share of the free device memory that training may fill
@@ -98,34 +94,26 @@ def _load_partition(cfg: TrainQModelConfig) -> KMeans:
 
 @dataclass(frozen=True)
 class _Job:
-    """The training of the classifiers of a partition.
-
-    Attributes
-    ----------
-    train, heldout : the queries that train and measure the classifiers, and their targets.
-    heads : classifiers of a layer.
-    work : the folder of caches, checkpoints and metrics.
-    trained : the layers that are finished; the note of each has its metrics and seconds.
-    """
+    """The training of the classifiers of a partition."""
 
     cfg: TrainQModelConfig
     partition: KMeans
-    train: TargetCache | OnlineTargets
-    heldout: TargetCache
-    heads: int
-    work: Path
-    trained: FinishedParts
+    train: TargetCache | OnlineTargets  # the queries that train the classifiers, and their targets
+    heldout: TargetCache  # those that measure them
+    heads: int  # classifiers of a layer
+    work: Path  # the folder of caches, checkpoints and metrics
+    trained: FinishedParts  # the layers that are finished; the note of each has its metrics and seconds
 
     @classmethod
     def open(
         cls,
         cfg: TrainQModelConfig,
         folder: Path,
-        loaded: "Loaded",
+        loaded: models.Loaded,
         partition: KMeans,
         text: data.Chunks,
         heldout_text: data.Chunks,
-        ranks: "PartialState",
+        ranks: PartialState,
     ) -> "_Job":
         """Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes."""
         work = folder.parent / "runs" / "qmodel"
@@ -168,7 +156,7 @@ class _Job:
     def served(self) -> dict[str, Any]:
         return decode_defaults(self.cfg.model.presets, self.partition.num_buckets)
 
-    def train_missing_layers(self, ranks: "PartialState") -> None:
+    def train_missing_layers(self, ranks: PartialState) -> None:
         """Trains this rank's share of the unfinished layers, group by group, and waits for the other ranks."""
         shares = np.array_split(np.array(self.partition.layers), ranks.num_processes)
         missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in self.trained]

@@ -69,15 +69,10 @@ class PrecomputedGradients(torch.autograd.Function):
 
 
 class GateDistiller(nn.Module):
-    """Trains gates on the block maps of their teacher; a module for the training loop.
+    """Trains gates on the block maps of their frozen teacher; a module for the training loop.
 
-    Parameters
-    ----------
-    gate : the trained module and the only registered submodule, so that nothing else is saved and synchronized.
-    teacher : the frozen model, which is not a registered submodule.
+    The gate is the only registered submodule, so that nothing else is saved and synchronized.
 
-    Notes
-    -----
     Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. For the shape of Llama-3.1-8B
     and up to about 256k tokens that is less than the hidden activations of the MLP, so peak memory is that of inference plus
     the gates.
@@ -93,11 +88,8 @@ class GateDistiller(nn.Module):
     def forward(self, input_ids: Tensor) -> dict[str, Any]:
         """Runs the teacher on ``input_ids`` int64 ``[B, N]``.
 
-        Returns
-        -------
-        dict
-            ``loss``, the sum over layers, whose ``backward`` passes on the precomputed gradients; ``parts``, detached:
-            ``{"layer i": loss}``.
+        Returns ``loss``, the sum over layers, whose ``backward`` passes on the precomputed gradients, and the detached
+        ``parts`` ``{"layer i": loss}``.
         """
         parts: dict[str, Tensor] = {}
         parameters: list[Tensor] = []

@@ -34,13 +34,10 @@ class BlockMaps:
         return layer in [self.layers[i] for i in evenly_spaced(len(self.layers), 3)]
 
     def add(self, layer: int, visible: Tensor, true: Tensor, gate: Tensor, read: Tensor) -> None:
-        """Stores the maps of a layer if it is one of the three.
+        """Stores the maps of a layer if it is one of the three, those of the first sequence of the batch.
 
-        Parameters
-        ----------
-        visible : bool ``[B | 1, 1, Tr, Tc]``, the blocks that a row may read.
-        true, gate, read : row-normalized block map, gate scores and block mask, ``[B, Hq | Hkv, Tr, Tc]``. The first sequence
-            of the batch is stored.
+        ``visible``, bool ``[B | 1, 1, Tr, Tc]``, are the blocks that a row may read; ``true``, ``gate`` and ``read``
+        ``[B, Hq | Hkv, Tr, Tc]`` the row-normalized block map, the gate scores and the block mask.
         """
         if not self.shows(layer):
             return

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import PartialState
+from transformers import PreTrainedModel
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
@@ -25,9 +26,6 @@ from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
 from msattn.trainer.training.tracker import Tracker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 HELDOUT_CHUNKS = 2
 PHASES: dict[str, Any] = {  # the gates, their training and their measurement
@@ -94,7 +92,7 @@ def _calibrate(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loa
 
 
 def gate_thresholds(
-    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
+    gate: Gate, teacher: PreTrainedModel, chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
 ) -> BlockThresholds:
     """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.thresholds.calibrate_blocks`."""
     return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always, allocation=allocation)["gate"]

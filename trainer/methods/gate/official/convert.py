@@ -21,16 +21,10 @@ def import_gate(
 ) -> Gate | DecodeGate:
     """Writes the gates of a repository of SeerAttention's authors as an artifact in ``folder``, and returns them.
 
-    Parameters
-    ----------
-    source : a folder, or the id of a Hub repository such as ``SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates``.
-    finished_at : position (first or last key) for RoPE of a decode gate's block that new tokens complete; None: the last one,
-        as the authors do.
-
-    Raises
-    ------
-    UserError : the files are missing or damaged or contain objects other than weights; the gates compute something that
-        msattn's gates do not; ``finished_at`` is given for prefill gates; or ``folder`` cannot be written.
+    ``source`` is a folder, or the id of a Hub repository such as ``SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates``. Blocks
+    of decode gates that new tokens complete are rotated at the position of their key ``finished_at``; None: the last one, as
+    the authors do. Raises UserError if files are missing, damaged, or contain other objects than weights, if the gates compute
+    something that msattn's do not, if ``finished_at`` is given for prefill gates, or if ``folder`` cannot be written.
     """
     artifacts.check_writable(folder, overwrite)
     local = local_folder(source)
