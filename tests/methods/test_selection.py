@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,7 @@ def test_nucleus_is_the_smallest_set_with_the_mass():
     assert torch.equal(Nucleus(mass=1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
 
 
+FEW: dict[str, Any] = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}  # keys of policies that read few blocks
 # numbers of queries and keys, padding of each sequence
 PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), min_size=1, max_size=3))
 
@@ -139,9 +141,8 @@ PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), 
 def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(num_queries, num_keys, padding, policy, always):
     padding = [p % num_keys for p in padding]
     x = layer_inputs(num_queries, num_keys, padding)
-    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
     sink, local = always
-    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink, local_blocks=local, **keys)
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink, local_blocks=local, **FEW.get(policy, {}))
     mask = select.Selection.from_config(cfg).blocks(x) > 0
     visible, diagonal = geometry(num_queries, num_keys, padding)
     sink, local = (1 if given is None else given for given in always)
@@ -159,8 +160,7 @@ def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(nu
 def test_rows_of_the_last_queries_read_every_block(num_queries, num_keys, padding, policy, dense_queries):
     padding = [p % num_keys for p in padding]
     x = layer_inputs(num_queries, num_keys, padding)
-    keys = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}.get(policy, {})
-    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, **keys)
+    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, **FEW.get(policy, {}))
     few, more = (select.Selection.from_config(each) for each in (cfg, replace(cfg, dense_queries=dense_queries)))
     mask, visible = more.blocks(x) > 0, geometry(num_queries, num_keys, padding)[0]
     for b, pad in enumerate(padding):

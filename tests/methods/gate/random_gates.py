@@ -26,6 +26,13 @@ def noisy_gate(cfg: GateConfig, rope_type: str = "default", std: float = 0.5) ->
     return gate
 
 
+def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
+    """Applies the gate's RoPE to one vector."""
+    angle = inv_freq * position
+    a, b = y.chunk(2)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
+
+
 def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
     """Blocks with one of 30 topics of two tokens, so that even the attention of a random model prefers some blocks."""
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, topical_tokens
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, rotated, topical_tokens
 from tests.sparse import save
 
 CPU = torch.device("cpu")
@@ -37,12 +37,7 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
     def project(weight: Tensor, tokens: list[Tensor], pools: list[str], block: int) -> Tensor:
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         pooled = torch.cat([FUNCTIONS[pool](t[part]) for t in tokens for pool in pools])
-        y = weight @ pooled
-        if cfg.rope is True:
-            angle = gate.inv_freq * (block * BLOCK)
-            a, b = y.chunk(2)
-            y = torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
-        return y
+        return rotated(weight @ pooled, gate.inv_freq, block * BLOCK) if cfg.rope is True else weight @ pooled
 
     blocks = -(-x.num_queries // BLOCK)
     scores = torch.zeros(layer.heads, blocks, blocks)

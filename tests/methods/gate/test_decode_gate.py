@@ -30,14 +30,8 @@ from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, decode_config, random_decode_gate
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, decode_config, random_decode_gate, rotated
 from tests.sparse import save
-
-
-def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
-    angle = inv_freq * position
-    a, b = y.chunk(2)
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
 def normalized(y: Tensor, weight: Tensor) -> Tensor:

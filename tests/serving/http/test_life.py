@@ -85,17 +85,24 @@ def test_a_connection_without_a_head_is_closed(small: Loaded, monkeypatch: pytes
         assert next(iter(stream)).choices[0].text
 
 
-@pytest.mark.slow
-def test_long_texts_are_encoded_apart(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, began, end = text.PromptEncoder.encode, threading.Event(), threading.Event()
+def held_encoder(monkeypatch: pytest.MonkeyPatch, least: int = 0) -> tuple[threading.Event, threading.Event, list[str]]:
+    """Lets prompts of ``least`` characters wait; returns the events of their beginning and of their end, and all prompts."""
+    encode, began, end, encoded = text.PromptEncoder.encode, threading.Event(), threading.Event(), list[str]()
 
     def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
-        if len(body.prompt) > 1000:
+        encoded.append(body.prompt)
+        if len(body.prompt) >= least:
             began.set()
             assert end.wait(SECONDS)
         return encode(self, body)
 
     monkeypatch.setattr(text.PromptEncoder, "encode", slow)
+    return began, end, encoded
+
+
+@pytest.mark.slow
+def test_long_texts_are_encoded_apart(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, end, _ = held_encoder(monkeypatch, least=1000)
     with running(small, configuration()) as served:
         long = {"prompt": "t1 " * 30_000, "max_tokens": 1}
         with beside(partial(served.post, json=WORDS | long)):
@@ -119,16 +126,7 @@ def test_readers_of_metrics_share_what_they_read(small: Loaded, monkeypatch: pyt
 @pytest.mark.slow
 def test_the_prompt_of_a_client_that_has_left_is_not_encoded(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves while another prompt is encoded."""
-    encode, began, encoded = text.PromptEncoder.encode, threading.Event(), list[str]()
-    left = threading.Event()
-
-    def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
-        encoded.append(body.prompt)
-        began.set()
-        assert left.wait(SECONDS)
-        return encode(self, body)
-
-    monkeypatch.setattr(text.PromptEncoder, "encode", slow)
+    began, left, encoded = held_encoder(monkeypatch)
     with running(small, configuration()) as served:
         with beside(partial(served.post, json=WORDS | {"max_tokens": 1})):
             assert began.wait(SECONDS)
