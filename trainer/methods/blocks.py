@@ -48,11 +48,6 @@ def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
     return (starts <= rows.last[..., None])[:, None]
 
 
-def last_row(rows: RowSpan) -> Tensor:
-    """Returns the index of the row block that holds the last query, int64 ``[B | 1]``; row blocks after it are empty."""
-    return rows.last.argmax(1)
-
-
 class Candidates:
     """Blocks of a layer that a policy selects from, bool ``[B | 1, 1, Tr, Tc]``.
 

@@ -70,7 +70,7 @@ class Selection:
 
     def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
-        return self.gate is None or cast(Any, self.scorer).needs_keys(x)
+        return self.gate is None or (x.ends_prompt and cast(Any, self.scorer).last_chunk_needs_keys)
 
     @classmethod
     def from_config(

@@ -59,7 +59,7 @@ class Sparse(NotCopied):
         """
         prefill, decoding = self.statistics.mean("prefill_recall"), self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
-        mean, by_layer = self.statistics.sparsity()
+        (mean, by_layer), counts = self.statistics.sparsity(), self.statistics.counts
         return SparseStats(
             sparsity=mean,
             sparsity_by_layer=by_layer,
@@ -67,7 +67,7 @@ class Sparse(NotCopied):
             recall=sum(measured) / len(measured) if measured else None,
             prefill_recall=prefill,
             decode_recall=decoding,
-            **{name: self.statistics.number(name) for name in COUNTED},
+            **{name: counts[name] for name in COUNTED},
             selection_s=self.statistics.seconds("selection"),
             attention_s=self.statistics.seconds("attention"),
         )

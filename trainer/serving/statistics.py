@@ -88,10 +88,6 @@ class Statistics:
         with self._lock:
             self._counts[name] += times
 
-    def number(self, name: str) -> int:
-        """Returns how often ``name`` was added or counted."""
-        return self._counts[name]
-
     def mean(self, name: str) -> float | None:
         """Returns the mean of the values of ``name``, or None if there are none."""
         with self._lock:

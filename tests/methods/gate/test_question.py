@@ -14,6 +14,7 @@ from msattn.trainer.methods.gate import question
 from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
+from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
@@ -101,7 +102,7 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
     for x in inputs_of_layers(tiny_model(), random_tokens(1, 101)):
         earlier = replace(x, ends_prompt=False)
         assert torch.equal(QuestionScores(gate)(earlier), gate.scores(x))
-        assert not QuestionScores(gate).needs_keys(earlier)
+        assert not Selection(TopK(sparsity=0.5), QuestionScores(gate)).needs_keys(earlier)
         pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
         last = {name: getattr(x, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
         chunk = QuestionScores(gate)(replace(x, **last, pooled_keys=pooled))

@@ -213,4 +213,4 @@ def test_statistics_leave_out_what_is_not_counted() -> None:
             statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(7)
             statistics.key_counts(torch.zeros(3, 2, 1, 1)).add_(7)
         assert (statistics.mean("sparsity"), statistics.share_of_keys()) == before == (0.5, 0.6)
-        assert statistics.number("dense_by_choice") == 0
+        assert statistics.counts["dense_by_choice"] == 0

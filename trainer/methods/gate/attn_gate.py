@@ -311,17 +311,13 @@ class GateScores:
 
     method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
+    last_chunk_needs_keys: ClassVar = False  # its scores need every key, not only pooled keys
     gate: Gate
     last_block: str = "queries"
 
     @property
     def block_size(self) -> int:
         return self.gate.cfg.block_size
-
-    def needs_keys(self, x: LayerInputs) -> bool:
-        """Returns True if the scores of a pass need every key, not only pooled keys."""
-        del x
-        return False
 
     def __call__(self, x: LayerInputs) -> Tensor:
         return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)

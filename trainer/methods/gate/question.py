@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import last_row, normalize_rows, row_span, visible_blocks
+from msattn.trainer.methods.blocks import normalize_rows, row_span, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import GateScores
 from msattn.trainer.methods.untrained.scores.vertical_slash import last_attention, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -35,9 +35,7 @@ class QuestionScores(GateScores):
     method: ClassVar = Method(
         "gate_question", "gate and question", trained=True, style={"color": "#009E73", "marker": "P"}, other_color="#66C2A5"
     )
-
-    def needs_keys(self, x: LayerInputs) -> bool:
-        return x.ends_prompt
+    last_chunk_needs_keys: ClassVar = True
 
     @torch.no_grad()
     def __call__(self, x: LayerInputs) -> Tensor:
@@ -61,7 +59,8 @@ class QuestionScores(GateScores):
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         positions = last_positions(x, n)
         touched = min(scores.shape[2], 1 + -(-(n - 1) // size))
-        base = (last_row(rows)[:, None] - (touched - 1)).clamp(min=0)
+        last_row = rows.last.argmax(1)  # it holds the last query; row blocks after it are empty
+        base = (last_row[:, None] - (touched - 1)).clamp(min=0)
         row = ((positions - rows.first[:, :1]) // size - base).clamp(min=0)  # padded queries, before row 0, have no mass
         exact = masses.new_zeros(*scores.shape[:2], touched, scores.shape[3])
         exact = normalize_rows(exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax"))
