@@ -159,7 +159,7 @@ def test_artifacts_of_other_layers_are_refused() -> None:
         attach(model, qmodel=random_partition()),
     ):
         pass
-    every = Gate(Shape(3, 4, 2, 16), GateConfig(block_size=BLOCK), torch.ones(8))
+    every = Gate(Shape(3, 4, 2, 16), GateConfig(block_size=BLOCK), torch.ones(8), layers=[0, 1, 2])
     message = r"=\[0, 1, 2\]: expected the layers \[1\]"
     with pytest.raises(UserError, match=f"gate.layer_numbers{message}"), attach(model, gate=every):
         pass

@@ -151,16 +151,16 @@ def pool_keys(pools: Sequence[str], k_nope: Tensor, k: Tensor, *, block_size: in
 
 @dataclass(frozen=True)
 class GateDetails:
-    """Schema of the manifest entries of :meth:`Gate.details`; artifacts without ``layers`` have a gate for each layer."""
+    """Schema of the manifest entries of :meth:`Gate.details`."""
 
     gate: GateConfig
     thresholds: BlockThresholds | None
-    layers: list[int] | None = None
-    sink_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
-    local_blocks: Annotated[int, Interval(ge=0, le=10**9)] = 1
+    layers: list[int]
+    sink_blocks: Annotated[int, Interval(ge=0, le=10**9)]
+    local_blocks: Annotated[int, Interval(ge=0, le=10**9)]
 
     def __post_init__(self) -> None:
-        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers or self.layers[0] < 0):
+        if not self.layers or sorted(set(self.layers)) != self.layers or self.layers[0] < 0:
             raise ValueError("layers must increase from 0 or more")
 
 
@@ -189,19 +189,13 @@ class Gate(GateArtifact[BlockThresholds]):
     phase = "prefill"
 
     def __init__(
-        self,
-        shape: Shape,
-        cfg: GateConfig,
-        inv_freq: Tensor,
-        *,
-        layers: list[int] | None = None,
-        channels: Tensor | None = None,
+        self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, layers: list[int], channels: Tensor | None = None
     ) -> None:
         weight = MEAN_WEIGHT if cfg.mean_weight is None else cfg.mean_weight
         cfg = replace(cfg, target=cfg.target or TARGET, mean_weight=weight)
         super().__init__(shape, cfg, inv_freq)
         self.always = SINK_AND_LOCAL
-        self.layer_numbers = list(range(shape.num_layers)) if layers is None else list(layers)
+        self.layer_numbers = list(layers)
         of_layer = shape.head_dim, shape.num_heads, shape.num_kv_heads, cfg, channels
         self.layers = ModulesByLayer({layer: AttnGate(*of_layer) for layer in self.layer_numbers})
 
@@ -223,8 +217,7 @@ class Gate(GateArtifact[BlockThresholds]):
         for key in ("target", "mean_weight"):
             if getattr(details.gate, key) is None:
                 raise UserError(f"artifact {path}: details.gate has no {key}")
-        thresholds, num_layers = details.thresholds, artifact.manifest["model"]["num_layers"]
-        layers = list(range(num_layers)) if details.layers is None else details.layers
+        thresholds, layers, num_layers = details.thresholds, details.layers, artifact.manifest["model"]["num_layers"]
         if layers[-1] >= num_layers:
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
         if thresholds is not None and len(thresholds.layers) != num_layers:

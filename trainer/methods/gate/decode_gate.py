@@ -43,8 +43,8 @@ class DecodeGateDetails:
 
     gate: GateConfig
     num_blocks: Annotated[int, Interval(ge=1, lt=2**31)]
-    finished_at: Finished = "first"
-    thresholds: KeyThresholds | None = None
+    finished_at: Finished
+    thresholds: KeyThresholds | None
     serving: DecodeDefaults = field(default_factory=DecodeDefaults)
 
 
