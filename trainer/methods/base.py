@@ -9,7 +9,7 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from msattn.trainer.models.tap import LayerInputs
+    from msattn.trainer.models.layer_attention import LayerInputs
 
 CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
 NOT_SERVED = {TOP_K, INDEPENDENT, RANDOM_WEIGHTS}  # variants that are measured for comparison

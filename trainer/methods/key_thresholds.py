@@ -16,8 +16,8 @@ from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router, bucket_sizes
 from msattn.trainer.methods.budgets import KeyThresholds
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_tapped
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ from msattn.trainer.config.schema import Share
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.models.families import num_layers
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_tapped
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import Budget
-from msattn.trainer.models.layer_attention import attention_recall, score_options, with_sinks
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, score_options, with_sinks
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.selection import Selection, selected_attention
-from msattn.trainer.models.layer_attention import attention_recall, block_map, decoded_attention, dense_attention
+from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, block_map, decoded_attention, dense_attention
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.models.stand_ins import NotCopied
-from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.cache.passes import PagedPass
 from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch

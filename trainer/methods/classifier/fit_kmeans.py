@@ -19,8 +19,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids, mean_stats, resolve_engine
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_backbone, tap
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed

@@ -19,8 +19,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.targets import CANDIDATES, TrainingBatches, key_buckets, layer_targets
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_backbone, tap
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:

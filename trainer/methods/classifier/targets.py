@@ -22,8 +22,8 @@ from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32, layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_backbone, tap
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts
 

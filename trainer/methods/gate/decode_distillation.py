@@ -18,8 +18,8 @@ from msattn.trainer.methods.blocks import Candidates, normalize_rows
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import GateDistiller, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
+from msattn.trainer.models.tap import run_tapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,8 +12,8 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
-from msattn.trainer.models.layer_attention import block_map
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs, block_map
+from msattn.trainer.models.tap import run_tapped
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
