@@ -17,7 +17,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, gate_thresholds, train_gate
 from msattn.trainer.training.distributed import rank_shard
-from msattn.trainer.training.loop import TrainingDiverged, newest_checkpoint
+from msattn.trainer.training.loop import newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import Job
 from tests.training.small import small_run, write_words
@@ -29,7 +29,6 @@ from tests.methods.gate.test_train import run_config
 from msattn.trainer.methods.gate.train import train_gate
 train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
 """
-# Rank 1 gets a NaN loss in its forward pass number ``nan_pass`` (0: never).
 SHARED = """
 import os, sys
 from pathlib import Path
@@ -41,13 +40,10 @@ class Recording(distillation.GateDistiller):
     seen = []
     def forward(self, input_ids):
         self.seen.append(input_ids)
-        outputs = super().forward(input_ids)
-        if len(self.seen) == nan_pass and os.environ["RANK"] == "1":
-            outputs["parts"]["layer 1"] *= torch.nan
-        return outputs
+        return super().forward(input_ids)
 
 train.PHASES["prefill"] = train.Gate, Recording, train.gate_recall
-root, name, nan_pass = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+root, name = Path(sys.argv[1]), sys.argv[2]
 train.train_gate(two_rank_config(root, name))
 torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
 """
@@ -174,7 +170,7 @@ def test_a_picture_that_cannot_be_written_is_left_out(root, capsys):
 def test_two_ranks_train_the_same_gates_as_one(root):
     alone, shared = two_rank_config(root, "alone"), two_rank_config(root, "shared")
     train_gate(alone)
-    lines = Job(SHARED, root, root, "shared", 0, processes=2).output().splitlines()
+    lines = Job(SHARED, root, root, "shared", processes=2).output().splitlines()
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
     assert sum("outputs/small/shared/gate" in line for line in lines) == 1
 
@@ -217,6 +213,7 @@ def test_a_resumed_run_refuses_another_target(root: Path, monkeypatch: pytest.Mo
         train_gate(replace(cfg, resume=True, overwrite=True))
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(root):
     steps = 24
     whole = train_gate(run_config(root, "whole", steps))
@@ -233,31 +230,6 @@ def test_a_killed_run_resumes_to_the_same_bits(root):
     other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
     with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
         train_gate(other)
-
-
-def test_a_layer_with_nan_stops_the_run_and_is_named(root, monkeypatch):
-    cfg = run_config(root, "poisoned", steps=20)
-    cfg = replace(cfg, gate=replace(cfg.gate, target="mass"))  # no passes that choose it
-    load = models.load
-
-    def load_poisoned(*args, **kwargs):
-        loaded = load(*args, **kwargs)
-        passes = []
-
-        def poison(*_):
-            passes.append(1)
-            if len(passes) == 7:  # two passes a step: the fourth
-                loaded.model.base_model.get_parameter("layers.1.self_attn.k_proj.weight")[0, 0] = torch.nan
-
-        loaded.model.base_model.register_forward_pre_hook(poison)
-        return loaded
-
-    monkeypatch.setattr(models, "load", load_poisoned)
-    with pytest.raises(TrainingDiverged, match=r"layer 1") as stopped:
-        train_gate(cfg)
-    assert "layer 0" not in str(stopped.value)
-    assert newest_checkpoint(work_folder(cfg) / "checkpoints") == work_folder(cfg) / "checkpoints" / "checkpoint-2"
-    assert not Path(cfg.outputs, "small", cfg.name, "gate").exists()
 
 
 def test_chunks_longer_than_the_positions_are_refused(root):

@@ -91,11 +91,11 @@ class PagedPass:
         ends = torch.ones_like(kv_len) if answered is None else torch.isin(cu_queries[1:] - 1, answered)
         numbers = torch.stack([each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]).T
         prompts, decoded = [], list[tuple[int, int, int]]()
-        for row, (first, queries, keys, pooled, ends) in enumerate(numbers.tolist()):  # waits for the device
+        for row, (first, queries, keys, pooled, last) in enumerate(numbers.tolist()):  # waits for the device
             if queries == 1:
                 decoded.append((row, first, keys))
             elif queries:  # others are padding
-                prompts.append((row, _prompt(state, table[row], first, queries, keys, pooled, ends)))
+                prompts.append((row, _prompt(state, table[row], first, queries, keys, pooled, last)))
         return cls(state, pages, offsets, _decoded(decoded, table, kv_len), _groups(prompts, kv_len, is_sparse))
 
     @classmethod
@@ -119,13 +119,13 @@ def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -
     return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
 
 
-def _prompt(state: PagedState, table: Tensor, first: int, queries: int, keys: int, pooled: int, ends: int) -> PromptChunk:
+def _prompt(state: PagedState, table: Tensor, first: int, queries: int, keys: int, pooled: int, last: int) -> PromptChunk:
     """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
     pages = table[: -(-keys // state.page_size)]
     if state.gate is None:
-        return PromptChunk(first, queries, keys, pages, 0, pages[:0], bool(ends))
+        return PromptChunk(first, queries, keys, pages, 0, pages[:0], bool(last))
     pooled = min(pooled, (keys - queries) // state.block_size)
-    return PromptChunk(first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(ends))
+    return PromptChunk(first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(last))
 
 
 def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:
