@@ -137,5 +137,5 @@ def cache_of(
         if length:
             found.update(drawn[0], drawn[1][:, :, values], layer)
     if make == "taken over":
-        install_layers(found, ROUTER, num_layers=layers, dense_layers=())
+        install_layers(found, ROUTER, num_layers=layers, routed=ROUTER.layers)
     return found

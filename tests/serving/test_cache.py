@@ -132,27 +132,25 @@ def test_calls_in_another_order_are_rejected() -> None:
     layer.update(new, -new)
     with pytest.raises(KeysNotKnown, match="layer 0: 4 cached keys"):
         forward_pass(layer, new, None)
-    with pytest.raises(ValueError, match="rebuild_every=0"):
-        BucketLayer(ModuloRouter(), rebuild_every=0)
 
 
 def test_install_replaces_the_layers_of_a_cache() -> None:
     router = random_partition(BUCKETS, layers=range(LAYERS))
     cache = DynamicCache()
-    install_layers(cache, router, num_layers=LAYERS, dense_layers=(0, 2))
+    install_layers(cache, router, num_layers=LAYERS, routed=[1])
     assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]
     keys = torch.randn(1, 2, 3, 16)
     cache.update(keys, -keys, 0)
-    install_layers(cache, router, num_layers=LAYERS, dense_layers=())
+    install_layers(cache, router, num_layers=LAYERS, routed=range(LAYERS))
     assert [type(layer).__name__ for layer in cache.layers] == ["BucketLayer"] * LAYERS
     first: Any = cache.layers[0]
     assert torch.equal(first.keys, keys)
     held = list(cache.layers)
-    install_layers(cache, router, num_layers=LAYERS, dense_layers=(0,))
+    install_layers(cache, router, num_layers=LAYERS, routed=[1, 2])
     assert cache.layers == held, "a layer with buckets also serves dense attention"
     sliding = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8))
     sliding.update(keys, -keys, 0)
-    install_layers(sliding, router, num_layers=LAYERS, served=[0, 2])
+    install_layers(sliding, router, num_layers=LAYERS, served=[0, 2], routed=[1, 2])
     names = ["GrowingLayer", "DynamicSlidingWindowLayer", "BucketLayer"]
     assert [type(layer).__name__ for layer in sliding.layers] == names, "a window that is not full holds all keys"
     full = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=3))

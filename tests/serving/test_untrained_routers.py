@@ -61,7 +61,7 @@ def decode(
 ) -> tuple[Tensor, Tensor, int]:
     """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
     cache, statistics = DynamicCache(), Statistics()
-    install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
+    install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
     layer: Any = cache.layers[0]
     routed, out = routed_decoding(router, budget, statistics, **options), q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
@@ -150,7 +150,7 @@ def test_clusters_follow_a_cache() -> None:
     """After appended, removed and reordered tokens every key before the window is in one cluster, and each row has its own."""
     random, router = generator(1), ROUTERS["clusters"]([0])
     q, cache = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64), DynamicCache()
-    install_layers(cache, router, num_layers=1, dense_layers=(), rebuild_every=8)
+    install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
     layer: Any = cache.layers[0]
     routed = routed_decoding(router, Probes(BUCKETS), Statistics())
 

@@ -94,10 +94,9 @@ class DecoderHooks(NotCopied):
         if is_new:
             if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # made without the model's configuration
                 cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-            layers, routed = self.num_layers, self.sparse.dispatch.routed
-            dense = tuple(set(range(layers)) - self.sparse.dispatch.routed_layers)
-            router, every = (None, 1) if routed is None else (routed.router, routed.rebuild_every)
-            install_layers(cache, router, num_layers=layers, served=self.served, dense_layers=dense, rebuild_every=every)
+            layers, routed, decoding = self.num_layers, self.sparse.dispatch.routed_layers, self.sparse.dispatch.routed
+            router, every = (None, 1) if decoding is None else (decoding.router, decoding.rebuild_every)
+            install_layers(cache, router, num_layers=layers, served=self.served, routed=routed, rebuild_every=every)
         cached = cache.get_seq_length()
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own

@@ -1,6 +1,6 @@
 """Installation of an attached model's layers in a transformers cache, with checks that the cache supports them."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from transformers.cache_utils import (
@@ -26,21 +26,21 @@ def install_layers(
     *,
     num_layers: int,
     served: Sequence[int] | None = None,
-    dense_layers: tuple[int, ...] = (0,),
+    routed: Container[int] = (),
     rebuild_every: int = REBUILD_EVERY,
 ) -> None:
     """Replaces the layers of a cache and keeps their tokens.
 
-    Routed layers that are not in ``dense_layers`` become the class in ``LAYERS`` for the router's grouping of keys; other
-    layers become :class:`GrowingLayer`. Only the layers ``served`` (None: all) are replaced. Raises UserError for caches
-    without the full context on the model's device.
+    The layers ``routed`` become the class in ``LAYERS`` for the router's grouping of keys; others become :class:`GrowingLayer`.
+    Only the layers ``served`` (None: all) are replaced. Raises UserError for caches without the full context on the model's
+    device.
     """
     replaced = range(num_layers) if served is None else served
     check_cache(cache, replaced, num_layers)
     cache.layers += [DynamicLayer() for _ in range(num_layers - len(cache.layers))]
     for number in replaced:
         held: Any = cache.layers[number]
-        if router is None or number in dense_layers or number not in router.layers:
+        if router is None or number not in routed:
             fresh = GrowingLayer()
         else:
             fresh = LAYERS[router.grouping](router.assigner, rebuild_every)

@@ -155,8 +155,6 @@ class BucketLayer(GrowingLayer):
     """
 
     def __init__(self, partition: Any, rebuild_every: int = REBUILD_EVERY) -> None:
-        if rebuild_every < 1:
-            raise ValueError(f"rebuild_every={rebuild_every}: expected a number of tokens, 1 or more")
         super().__init__()
         self.partition, self.num_buckets = partition, partition.num_buckets
         self.rebuild_every = rebuild_every
