@@ -89,7 +89,7 @@ class PromptGraph:
             with on_capture_stream(device), shared_by_layers():
                 self.graph, self.hidden = captured(partial(launch, self.inputs, self.cache))
         except RuntimeError as error:
-            self.cache = None
+            self.cache = self.graph = self.hidden = None
             logger.info(f"prompts: no CUDA graph: {' '.join(str(error).split())[:200]}")
         else:
             logger.info(f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s ({tuple(inputs)})")
