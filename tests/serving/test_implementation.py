@@ -17,7 +17,7 @@ import msattn
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.serving.paged import batching_config
+from msattn.trainer.serving.sparse import Sparse
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.running import succeed
 
@@ -34,7 +34,7 @@ def generate(model: Any, ids: Tensor) -> Any:
 
 
 def generate_batch(model: Any, ids: Tensor) -> Any:
-    config = batching_config(num_blocks=8, max_batch_tokens=1024)
+    config = Sparse.batching_config(num_blocks=8, max_batch_tokens=1024)
     answers = model.generate_batch(
         ids.tolist(), max_new_tokens=4, eos_token_id=-1, pad_token_id=0, do_sample=False, continuous_batching_config=config
     )

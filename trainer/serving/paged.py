@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -27,24 +27,9 @@ from msattn.trainer.serving.dispatch import Decision, Dispatch
 from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
 
-if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig
-
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
-PAGE_SIZE = 256
 CACHE_SHARE_OF_MEMORY = 0.8  # default share of the free memory: buckets and pooled keys need room next to the cache
 DENSE_BLOCK_SIZE = 64  # for passes without a block mask
-
-
-def batching_config(**options: Any) -> "ContinuousBatchingConfig":
-    """Returns the configuration of :meth:`msattn.trainer.serving.sparse.Sparse.batching_config`."""
-    check_version("generate_batch")
-    from transformers import ContinuousBatchingConfig
-
-    own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
-    if torch.cuda.is_available():
-        own |= {"max_memory_percent": CACHE_SHARE_OF_MEMORY, "use_cuda_graph": (False, True)}
-    return ContinuousBatchingConfig(**{**own, **options})
 
 
 def check_version(caller: str) -> None:

@@ -13,13 +13,14 @@ from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.cache.passes import PagedPass
 from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch
-from msattn.trainer.serving.paged import PagedAttention, batching_config
+from msattn.trainer.serving.paged import CACHE_SHARE_OF_MEMORY, PagedAttention, check_version
 from msattn.trainer.serving.routed import visible_keys
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
+PAGE_SIZE = 256
 COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
 
 
@@ -71,7 +72,8 @@ class Sparse(NotCopied):
             attention_s=self.statistics.seconds("attention"),
         )
 
-    def batching_config(self, **options: Any) -> "ContinuousBatchingConfig":
+    @staticmethod
+    def batching_config(**options: Any) -> "ContinuousBatchingConfig":
         """Returns the configuration of transformers' continuous batching that suits an attached model.
 
         It sets pages of 256 tokens, and CUDA graphs for new tokens on a GPU. ``model.generate_batch`` uses it by default. A
@@ -85,7 +87,13 @@ class Sparse(NotCopied):
         ------
         UserError : transformers is older than 5.23.
         """
-        return batching_config(**options)
+        check_version("generate_batch")
+        from transformers import ContinuousBatchingConfig
+
+        own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+        if torch.cuda.is_available():
+            own |= {"max_memory_percent": CACHE_SHARE_OF_MEMORY, "use_cuda_graph": (False, True)}
+        return ContinuousBatchingConfig(**{**own, **options})
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports this pass, else dense."""

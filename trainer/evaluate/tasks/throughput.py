@@ -28,7 +28,6 @@ from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import Sparse, attach
-from msattn.trainer.serving.paged import batching_config
 
 WARMUP_TOKENS = 2  # of requests that are not measured and compile kernels
 SAME_ENGINE = DENSE.of("same engine")
@@ -132,7 +131,7 @@ def measure(
 def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
     """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
     pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # per request
-    return batching_config(
+    return Sparse.batching_config(
         page_size=settings.page_size,
         num_blocks=pages * len(prompts) if settings.pages is None else settings.pages,
         max_batch_tokens=settings.batch_tokens,

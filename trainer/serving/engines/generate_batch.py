@@ -17,7 +17,7 @@ from msattn.trainer.models.stand_ins import replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs import uncapturable
-from msattn.trainer.serving.paged import batching_config, check_version
+from msattn.trainer.serving.paged import check_version
 from msattn.trainer.serving.sparse import Sparse
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Managers:
         """Replaces ``init_continuous_batching``; raises UserError for an unsupported version, model or value."""
         check_version("generate_batch")
         check_attached(self.model, self.sparse)
-        config = batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
+        config = self.sparse.batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
         check_config(config, self.sparse)
         if self.model.device.type != "cuda":  # transformers would look for a GPU, not for the model's device
             config.use_cuda_graph = config.use_async_batching = False
