@@ -19,7 +19,7 @@ from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.evaluate.report.leaderboard import leaderboard
-from msattn.trainer.evaluate.report.page import examples, page
+from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.timing import cost
 from tests.evaluate.named import named
@@ -227,10 +227,10 @@ def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Conte
     assert "✓ 42" in text
 
 
-def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes() -> None:
+def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes(about: report.Context) -> None:
     own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
-    text = examples([EvalRow("prompts", named("dense"), Setting(), 1.0, "answers", extra={"examples": [own]})])
-    assert "What&#x27;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text
+    row = EvalRow("prompts", named("dense"), Setting(), 1.0, "answers", extra={"examples": [own]})
+    assert "What&#39;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in page([row], asdict(about), {})
 
 
 def speed_rows() -> list[EvalRow]:

@@ -60,7 +60,8 @@ def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     held = {name.removeprefix("msattn/") for name in zipfile.ZipFile(wheel).namelist() if name.startswith("msattn/")}
     data = [path for path in (ROOT / "trainer/embedded").rglob("*/*") if path.is_file() and path.suffix != ".pyc"]
-    data += [*(ROOT / "conf").rglob("*.yaml"), *(ROOT / "trainer").rglob("*.css"), *(ROOT / "trainer").rglob("*.js")]
+    data += [*(ROOT / "conf").rglob("*.yaml")]
+    data += [path for end in ("css", "html", "js", "yaml") for path in (ROOT / "trainer/evaluate/report").glob(f"*.{end}")]
     files = {str(path.relative_to(ROOT)) for path in (*MODULES.values(), *data)}
     assert held == files
     (source,) = distributions.glob("*.tar.gz")

@@ -56,6 +56,10 @@ class Comparison(NamedTuple):
         """Returns the rows of dense attention and of trained methods."""
         return [each for each in self.rows if each.row.method.is_trained or each.row.method.is_dense]
 
+    def others(self) -> list[ComparedRow]:
+        main = self.main()
+        return [each for each in self.rows if each not in main]
+
 
 def read_results(folder: str) -> dict[str, Any]:
     """Returns the content of ``results.json`` of another evaluation; UserError if there is none, or it is malformed."""
