@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig, DataConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import compared
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
@@ -123,7 +125,7 @@ def test_a_loss_that_is_not_finite_is_a_users_error() -> None:
     """For example fp16 that overflows."""
     run = PerplexityRun([float("nan")], [0.0], [1.0], seconds=[1.0], peak_mb=1.0, sparsity=0.5)
     with pytest.raises(UserError, match=r"gate sparsity 0\.5: the loss is nan; dtype=float32 may help"):
-        perplexity.as_row("perplexity", "gate", Setting("sparsity", 0.5), run, run, 1.0, 64)
+        perplexity.as_row("perplexity", MethodSetting("gate", Setting("sparsity", 0.5), nullcontext), run, run, 1.0, 64)
 
 
 @pytest.mark.slow

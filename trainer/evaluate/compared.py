@@ -1,8 +1,9 @@
 """The methods that an evaluation compares: trained artifacts and training-free baselines."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import record
-from msattn.trainer.methods.base import CALIBRATED, INDEPENDENT, ROPE, TOP_K, Method, Scorer
+from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.policies import Multiscale
@@ -32,6 +33,14 @@ COMMANDS = {  # keyed by the kind of artifact that they create
     "qmodel": "train-qmodel",
     "decode_gate": "train-gate gate.phase=decode",
 }
+
+
+class MethodSetting(NamedTuple):
+    """A method in a setting; ``attach`` returns the context in which it runs."""
+
+    method: Method
+    setting: Setting
+    attach: Callable[..., AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,10 @@ class ComparedSelection:
             return [(Setting(f"shares {shares}"), self.select), (Setting("sparsity", round(1 - cost, 4)), topk_of_equal_cost)]
         (key,) = POLICIES[self.select.policy]
         return [(Setting(self.select.policy, getattr(self.select, key)), self.select)]
+
+    def cases(self, model: PreTrainedModel, sparsities: list[float]) -> list[MethodSetting]:
+        settings = self.settings(sparsities)
+        return [MethodSetting(self.method, label, partial(self.attach, model, select)) for label, select in settings]
 
     def attach(
         self, model: PreTrainedModel, select: SelectConfig, *, measure_recall: bool = False, measure_time: bool = False
@@ -107,6 +120,11 @@ class ComparedRouting:
             return WINDOW
         return self.method.of(*[CALIBRATED] * isinstance(setting, float), *[INDEPENDENT] * self.independent)
 
+    def cases(self, model: PreTrainedModel, probes: list[int] | None = None, keys: Sequence[float] = ()) -> list[MethodSetting]:
+        """Returns the cases with ``probes`` and at shares ``keys``; without ``probes`` the one of :meth:`own_settings`."""
+        settings = self.own_settings() if probes is None else self.settings(probes, keys)
+        return [MethodSetting(self.method_at(number), label, partial(self.attach, model, number)) for label, number in settings]
+
     def own_settings(self) -> list[tuple[Setting, int | float]]:
         """Returns the setting of tasks that measure a single one."""
         return self.settings([self.probes]) if self.keys is None else self.settings([], [self.keys])
@@ -143,12 +161,6 @@ class ComparedRouting:
         return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
 
 
-def with_independent(routings: Sequence[ComparedRouting], wanted: bool) -> list[ComparedRouting]:
-    """Returns ``routings`` and, if ``wanted``, after each the same with separate buckets for each query head."""
-    kinds = (False, True) if wanted else (False,)
-    return [replace(each, independent=independent) for each in routings for independent in kinds]
-
-
 @dataclass(frozen=True)
 class Compared:
     """The methods that each task compares with dense attention, and the artifacts that they were read from."""
@@ -158,6 +170,27 @@ class Compared:
     manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # keyed by kind
     notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
+
+    def with_independent(self, wanted: bool) -> "Compared":
+        """Returns the methods and, if ``wanted``, after each routing the same with separate buckets for each query head."""
+        kinds = (False, True) if wanted else (False,)
+        routings = [replace(each, independent=independent) for each in self.bucket_routings for independent in kinds]
+        return replace(self, bucket_routings=routings)
+
+    def cases(
+        self,
+        model: PreTrainedModel,
+        sparsities: list[float],
+        probes: list[int] | None = None,
+        keys: Sequence[float] = (),
+    ) -> list[MethodSetting]:
+        """Returns dense attention, and the cases of each block selection and of each routing."""
+        found = [MethodSetting(DENSE, Setting(), nullcontext)]
+        for selection in self.block_selections:
+            found += selection.cases(model, sparsities)
+        for routing in self.bucket_routings:
+            found += routing.cases(model, probes, keys)
+        return found
 
 
 def find_compared(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> Compared:

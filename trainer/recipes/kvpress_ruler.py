@@ -137,9 +137,10 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
 
     from msattn.trainer.data.tasks.ruler import Sample
     from msattn.trainer.errors import UserError
+    from msattn.trainer.evaluate.compared import MethodSetting
     from msattn.trainer.evaluate.row import Setting
     from msattn.trainer.evaluate.tasks import ruler
-    from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting
+    from msattn.trainer.evaluate.tasks.answers import Answers
     from msattn.trainer.methods.base import DENSE, Method
 
     found = {_key(each): each for each in answers}

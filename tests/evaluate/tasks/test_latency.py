@@ -17,6 +17,7 @@ from torch import Tensor
 from msattn.trainer import models
 from msattn.trainer.config import LatencyConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency
@@ -104,7 +105,8 @@ def test_break_even() -> None:
 
 def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5, timed_s=4.0)
-    row = latency.as_row("gate", Setting("sparsity", 0.9), 1024, run, {"cuDNN": 3.0, "flash": 8.0})
+    sparse = MethodSetting("gate", Setting("sparsity", 0.9), nullcontext)
+    row = latency.as_row(sparse, 1024, run, {"cuDNN": 3.0, "flash": 8.0})
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
     assert (row.extra["selection_share"], row.extra["attention_share"]) == (0.05, 0.125)

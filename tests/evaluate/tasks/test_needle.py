@@ -9,7 +9,6 @@ import torch
 from msattn import attach
 from msattn.trainer import models
 from msattn.trainer.evaluate import compared
-from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.tasks import needle
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
@@ -24,9 +23,8 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     routing = replace(found.bucket_routings[0], dense_layers=())
     routing.router.artifact = None  # skips the check of the model: this one has other weights
     dense = needle.prefill_samples(loaded, samples, lambda: None)
-    plan = {Setting("all"): BUCKETS, Setting("none"): 0, Setting("all again"): BUCKETS}
-    routed = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
-    every, none, again = routed.values()
+    plan = routing.cases(loaded.model, [BUCKETS, 0, BUCKETS])
+    every, none, again = needle.decode_samples(loaded, samples, routing, plan, lambda: None)
     assert torch.equal(every.predicted, dense.predicted)
     assert torch.equal(again.predicted, dense.predicted)  # the shared cache is unchanged
     assert every.spent["selectivity"] == pytest.approx(1)

@@ -12,7 +12,7 @@ from msattn.trainer import models
 from msattn.trainer.config import ModelConfig, RulerConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Sample
-from msattn.trainer.evaluate.compared import ComparedSelection
+from msattn.trainer.evaluate.compared import Compared, ComparedSelection, MethodSetting
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import answers, ruler
@@ -41,7 +41,7 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
 
     def row(method: str, dense: EvalRow | None) -> EvalRow:
         found = answers.Answers([], texts[method], {"sparsity": 0.5})
-        return ruler.as_row(answers.MethodSetting(method, Setting(), nullcontext), samples, found, 1000, dense)
+        return ruler.as_row(MethodSetting(method, Setting(), nullcontext), samples, found, 1000, dense)
 
     dense = row("dense", None)
     gate = row("gate", dense)
@@ -113,7 +113,7 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
     cfg = config(Path("unused"), "unused")
     loaded = models.load(cfg.model, device="cpu")
     ids = ruler.encode(loaded.tokenizer, Sample("a prompt", " begun", []), None)
-    (dense,) = answers.cases(loaded, answers.Compared([], []), [])
+    (dense,) = Compared([], []).cases(loaded.model, [])
     free = answers.answer(loaded, [Question(ids, 12)], dense, lambda: None)
     third = loaded.tokenizer.decode(free.tokens[0][:3])
     questions = [Question(ids, 12, lambda text: text == third), Question(ids, 12, lambda text: False)]
@@ -127,7 +127,7 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
 def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> None:
     loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
     gate = ComparedSelection("gate", select_config({"sink_blocks": 0, "local_blocks": 0}), Gate.load("embedded"))
-    tried = answers.cases(loaded, answers.Compared([] if sparsity is None else [gate], []), [sparsity or 0])
+    tried = Compared([] if sparsity is None else [gate], []).cases(loaded.model, [sparsity or 0])
     texts = ["Once upon a time there was " + "a river and " * number for number in (90, 20, 55)]
     questions = [Question(encode_prompt(loaded.tokenizer, text, None), 8) for text in texts]
     single, batched = (answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096))

@@ -1,30 +1,19 @@
 """Generated answers to prompts, with dense attention and with each method."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from msattn.trainer.evaluate.compared import Compared
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.intervals import paired_proportions
-from msattn.trainer.evaluate.row import EvalRow, Setting
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
-from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse
-
-
-class MethodSetting(NamedTuple):
-    """A method in a setting; ``attach`` returns the context in which it runs."""
-
-    method: Method
-    setting: Setting
-    attach: Callable[[], AbstractContextManager[Sparse | None]]
 
 
 def read_and_spent(sparse: Sparse | None, seconds: float, peak_mb: float) -> dict[str, Any]:
@@ -41,32 +30,6 @@ class Answers(NamedTuple):
     tokens: list[list[int]]
     texts: list[str]
     spent: dict[str, Any]
-
-
-def cases(
-    loaded: Loaded,
-    methods: Compared,
-    sparsities: list[float],
-    probes: list[int] | None = None,
-    keys: Sequence[float] = (),
-) -> list[MethodSetting]:
-    """Returns dense attention, each block selection at ``sparsities``, and each routing with ``probes`` and at shares ``keys``.
-
-    Without ``probes``, a routing uses the configured setting, or the number that its artifact records.
-    """
-    found = [MethodSetting(DENSE, Setting(), nullcontext)]
-    for method in methods.block_selections:
-        found += [
-            MethodSetting(method.method, label, partial(method.attach, loaded.model, select))
-            for label, select in method.settings(sparsities)
-        ]
-    for routing in methods.bucket_routings:
-        settings = routing.own_settings() if probes is None else routing.settings(probes, keys)
-        found += [
-            MethodSetting(routing.method_at(setting), label, partial(routing.attach, loaded.model, setting))
-            for label, setting in settings
-        ]
-    return found
 
 
 class Question(NamedTuple):

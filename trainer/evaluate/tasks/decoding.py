@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel
 from msattn.kernels.bench.timing import graphed, time_ms
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import Compared
+from msattn.trainer.evaluate.compared import Compared, MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SPEEDUPS, Task
@@ -118,17 +118,12 @@ def _cases(job: Job) -> list[DecodingCase]:
         cases.append(
             DecodingCase(DENSE.of(name), Setting(), launched_by, partial(measure_kernel, model, kernel, fixed, tokens))
         )
-    attached: list[tuple[Method, Setting, Attached]] = [
-        (SAME_MACHINERY, Setting(), partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE))
-    ]
-    attached += [
-        (routing.method_at(setting), label, partial(routing.attach, model, setting))
-        for routing in routings
-        for label, setting in routing.own_settings()
-    ]
+    same_machinery = partial(routings[0].attach, model, 0, dense_below=ALWAYS_DENSE)
+    attached = [MethodSetting(SAME_MACHINERY, Setting(), same_machinery)]
+    attached += [case for routing in routings for case in routing.cases(model)]
     return cases + [
-        DecodingCase(method, label, "generate", partial(measure_generate, model, fixed, tokens, each))
-        for method, label, each in attached
+        DecodingCase(each.method, each.setting, "generate", partial(measure_generate, model, fixed, tokens, each.attach))
+        for each in attached
     ]
 
 

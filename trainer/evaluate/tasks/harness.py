@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.intervals import mean_interval
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import NAME, RATIO, TOKENS, Task
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, read_and_spent
+from msattn.trainer.evaluate.tasks.answers import read_and_spent
 from msattn.trainer.evaluate.tasks.harness_tasks import TaskSamples, load_samples
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models.chat import uses_chat
@@ -47,7 +48,7 @@ def run(job: Job) -> list[EvalRow]:
     UserError if a sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
     """
     settings = job.cfg.eval.harness
-    tried = cases(job.loaded, job.methods, settings.sparsities, settings.probes or None)
+    tried = job.methods.cases(job.loaded.model, settings.sparsities, settings.probes or None)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from msattn.trainer.config import LatencyConfig
-from msattn.trainer.evaluate.compared import ComparedSelection
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
@@ -52,20 +52,6 @@ class Situation(NamedTuple):
 WHOLE_PROMPT = Situation()
 
 
-class LatencyCase(NamedTuple):
-    """A method in a setting, the SDPA ``kernel`` that it uses, and a function that attaches it to the model."""
-
-    method: Method
-    setting: Setting
-    kernel: str | None
-    attached: Attached
-
-    @property
-    def kernel_name(self) -> str | None:
-        """The SDPA kernel of dense attention; None for sparse attention."""
-        return self.method.variants[0] if self.method.is_dense else None
-
-
 @dataclass(frozen=True)
 class LatencyRun:
     """Measurements of prompts of one length: seconds of each, peak MiB, and the parts of one more.
@@ -94,10 +80,10 @@ def run(job: Job) -> list[EvalRow]:
     if not any(block.gate for block in blocks):
         blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
-    dense = [LatencyCase(DENSE.of(name), Setting(), kernel, partial(_attach_dense, model)) for name, kernel in kernels.items()]
-    cases = dense + [case for block in blocks for case in _sparse_cases(model, block, settings.sparsities)]
+    dense = [MethodSetting(DENSE.of(name), Setting(), partial(_attach_dense, model, kernels[name])) for name in kernels]
+    cases = dense + [case for block in blocks for case in block.cases(model, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
-    of_situations = dense + [_sparse_cases(model, block, [block.select.sparsity or 0.0])[0] for block in blocks]
+    of_situations = dense + [block.cases(model, [block.select.sparsity or 0.0])[0] for block in blocks]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
     plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
     advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))
@@ -105,24 +91,17 @@ def run(job: Job) -> list[EvalRow]:
     for length, situation, measured in plan:
         vocabulary, generator = text_config(model.config).vocab_size, torch.Generator().manual_seed(job.cfg.seed)
         ids = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
-        done: list[tuple[LatencyCase, LatencyRun]] = []
+        done: list[tuple[MethodSetting, LatencyRun]] = []
         for case in measured:
             try:
-                with use_backend(case.kernel):
-                    done.append((case, measure(model, ids, case.attached, settings.seconds, situation)))
+                with use_backend(None):
+                    done.append((case, measure(model, ids, case.attach, settings.seconds, situation)))
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
                 job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
             advance()
         rows += _rows_of(done, length, situation)
     return _with_break_even(rows, job.methods.notes)
-
-
-def _sparse_cases(model: PreTrainedModel, block: ComparedSelection, sparsities: list[float]) -> list[LatencyCase]:
-    return [
-        LatencyCase(block.method, label, None, partial(block.attach, model, select))
-        for label, select in block.settings(sparsities)
-    ]
 
 
 def situations(length: int, settings: LatencyConfig) -> list[Situation]:
@@ -135,25 +114,25 @@ def situations(length: int, settings: LatencyConfig) -> list[Situation]:
     return found
 
 
-def _rows_of(done: list[tuple[LatencyCase, LatencyRun]], length: int, situation: Situation) -> list[EvalRow]:
+def _rows_of(done: list[tuple[MethodSetting, LatencyRun]], length: int, situation: Situation) -> list[EvalRow]:
     """Returns the rows of the runs of one length and situation; of dense kernels, all only for whole prompts."""
-    dense = {case.kernel_name: each.median_s for case, each in done if case.kernel_name}
+    dense = {case.method.variants[0]: each.median_s for case, each in done if case.method.is_dense}
     if situation is not WHOLE_PROMPT and dense:
         fastest = min(dense, key=lambda name: dense[name])
         dense = {fastest: dense[fastest]}
-        done = [(case, each) for case, each in done if case.kernel_name in (None, fastest)]
-    return [as_row(case.method, case.setting, length, each, dense, situation.name) for case, each in done]
+        done = [(case, each) for case, each in done if not case.method.is_dense or case.method.variants[0] == fastest]
+    return [as_row(case, length, each, dense, situation.name) for case, each in done]
 
 
 @contextmanager
-def _attach_dense(model: PreTrainedModel, *, measure_time: bool = False) -> Iterator[SimpleNamespace]:
+def _attach_dense(model: PreTrainedModel, kernel: str | None, *, measure_time: bool = False) -> Iterator[SimpleNamespace]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
         with timer.measure("attention") if measure_time else nullcontext():
             return dense_attention(x)
 
-    with tap(model, timed_dense_attention), fused(decoder(model)):  # as in attached models
+    with use_backend(kernel), tap(model, timed_dense_attention), fused(decoder(model)):  # as in attached models
         seconds = partial(timer.seconds, "attention")
         yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": seconds()})
 
@@ -208,9 +187,7 @@ def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cach
     return with_growing_layers(model, DynamicCache(config=model.config)) if situation.chunk else None
 
 
-def as_row(
-    method: Method, setting: Setting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
-) -> EvalRow:
+def as_row(case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
     """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
     seconds = done.median_s
     parts = {"selection": done.selection_s, "attention": done.attention_s}
@@ -226,8 +203,8 @@ def as_row(
         "samples": len(done.seconds),
         "extra": extra,
     }
-    setting = replace(setting, situation=situation)
-    return EvalRow("latency", method, setting, seconds, "seconds to the first token", **fields)
+    setting = replace(case.setting, situation=situation)
+    return EvalRow("latency", case.method, setting, seconds, "seconds to the first token", **fields)
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:

@@ -33,14 +33,13 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import Compared, ComparedRouting
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, MethodSetting
 from msattn.trainer.evaluate.intervals import stratified_interval, wilson
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.row import EvalRow, Setting
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Quality, Task
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, Question, answer, cases, read_and_spent
+from msattn.trainer.evaluate.tasks.answers import Question, answer, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
-from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
@@ -85,7 +84,7 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
 
     def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, done: list[EvalRow]) -> EvalRow:
         scores = answer_scores(loaded, settings.max_new_tokens, asked, case) if settings.answers else None
-        return as_row(case.method, case.setting, asked, found, scores, spent, length, done[0] if done else None)
+        return as_row(case, asked, found, scores, spent, length, done[0] if done else None)
 
     def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
         return [row(*prefilled(loaded, asked, case, advance), case, done)]
@@ -99,10 +98,10 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     blocks, routings = replace(job.methods, bucket_routings=[]), job.methods.bucket_routings
     plan = [
         Measurement(("leval", length, case.method, case.setting), partial(read, case), len(asked))
-        for case in cases(loaded, blocks, settings.sparsities)
+        for case in blocks.cases(loaded.model, settings.sparsities)
     ]
     for method in routings:
-        _, *settings_of = cases(loaded, Compared([], [method]), [], settings.probes, settings.keys)
+        settings_of = method.cases(loaded.model, settings.probes, settings.keys)
         key = "leval", length, method.method, *(case.setting for case in settings_of)
         plan.append(Measurement(key, partial(decode, method, settings_of), len(asked)))
     return job.rows(f"L-Eval, {length} tokens", plan)
@@ -271,8 +270,7 @@ def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def as_row(
-    method: Method,
-    setting: Setting,
+    case: MethodSetting,
     asked: list[Asked],
     found: list[Likelihood],
     scores: list[float] | None,
@@ -302,7 +300,7 @@ def as_row(
         extra |= {"answers": fmean(map(fmean, by_task.values())), "scores": by_task}
     interval = spread and (math.exp(spread[0]), min(1.0, math.exp(spread[1])))
     fields: dict[str, Any] = {"ratio_to_dense": math.exp(rise), "samples": len(asked), "extra": extra, **spent}
-    return EvalRow("leval", method, setting, math.exp(log_mean), "likelihood of a token", interval=interval, **fields)
+    return EvalRow("leval", case.method, case.setting, math.exp(log_mean), "likelihood of a token", interval=interval, **fields)
 
 
 def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:

@@ -24,14 +24,13 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.tasks.sequences import NeedlePrompt, crop_from, needle_prompt
 from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import ComparedRouting, with_independent
+from msattn.trainer.evaluate.compared import ComparedRouting, MethodSetting
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
-from msattn.trainer.evaluate.row import EvalRow, Setting, ratio_to
+from msattn.trainer.evaluate.row import WINDOW, EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Quality, Task
-from msattn.trainer.evaluate.tasks.answers import MethodSetting, cases, paired_answers, read_and_spent
+from msattn.trainer.evaluate.tasks.answers import paired_answers, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
-from msattn.trainer.methods.base import Method
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.loading import Loaded
@@ -119,24 +118,22 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
     def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
         with case.attach() as sparse:
             result = prefill_samples(loaded, samples, advance, sparse)
-        return [as_row(case.method, case.setting, samples, result, done[0] if done else None, cfg)]
+        return [as_row(case, samples, result, done[0] if done else None, cfg)]
 
     def decode(
-        method: ComparedRouting, asked: dict[Setting, int | float], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, asked: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
     ) -> list[EvalRow]:
         results = decode_samples(loaded, samples, method, asked, advance)
-        return [
-            as_row(method.method_at(setting), label, samples, results[label], done[0], cfg) for label, setting in asked.items()
-        ]
+        return [as_row(case, samples, result, done[0], cfg) for case, result in zip(asked, results, strict=True)]
 
     plan = [
         Measurement(("needle", length, case.method, case.setting), partial(read, case), len(samples.prefills()))
-        for case in cases(loaded, replace(job.methods, bucket_routings=[]), settings.sparsities)
+        for case in replace(job.methods, bucket_routings=[]).cases(loaded.model, settings.sparsities)
     ]
-    for number, method in enumerate(with_independent(job.methods.bucket_routings, settings.independent)):
-        every = method.settings(settings.probes, settings.keys)
-        asked = {label: setting for label, setting in every if setting or number == 0}
-        key = "needle", length, number, *asked
+    for number, method in enumerate(job.methods.with_independent(settings.independent).bucket_routings):
+        every = method.cases(loaded.model, settings.probes, settings.keys)
+        asked = [case for case in every if case.method != WINDOW or number == 0]  # the same for every router
+        key = "needle", length, number, *(case.setting for case in asked)
         plan.append(Measurement(key, partial(decode, method, asked), len(asked) * len(samples.batches())))
     return job.rows(f"needle, {length} tokens", plan)
 
@@ -201,40 +198,37 @@ def prefill_samples(
 
 @torch.inference_mode()
 def decode_samples(
-    loaded: Loaded, samples: Samples, method: ComparedRouting, plan: dict[Setting, int | float], advance: Callable[[], None]
-) -> dict[Setting, NeedleResult]:
-    """Returns ``{label: result}`` for each setting in ``plan``; all share one dense prefill of the context."""
-    predicted: dict[Setting, list[Tensor]] = {label: [] for label in plan}
-    spent: dict[Setting, dict[str, Any]] = {
-        label: {"sparsity": None, "selectivity": 0.0, "latency_s": 0.0, "peak_memory_mb": 0.0} for label in plan
-    }
+    loaded: Loaded, samples: Samples, method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None]
+) -> list[NeedleResult]:
+    """Returns the result of each case in ``plan``, of ``method``; all share one dense prefill of the context."""
+    predicted: list[list[Tensor]] = [[] for _ in plan]
+    spent: list[dict[str, Any]] = [
+        {"sparsity": None, "selectivity": 0.0, "latency_s": 0.0, "peak_memory_mb": 0.0} for _ in plan
+    ]
     for ids in samples.batches():
         ids, share = ids.to(loaded.model.device), len(ids) / len(samples.ids)
         context, steps = ids[:, : -samples.decoded], ids[:, -samples.decoded : -1]
         cache = DynamicCache()
         with method.attach(loaded.model, 0):
             run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
-        for label, setting in plan.items():
-            with method.attach(loaded.model, setting):  # not timed: kernels compile at their first call
+        for case, tokens, sums in zip(plan, predicted, spent, strict=True):
+            with case.attach():  # not timed: kernels compile at their first call
                 run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
             cache.crop(-1)
-            with method.attach(loaded.model, setting) as sparse:
+            with case.attach() as sparse:
                 with cost(loaded.model.device) as measured:
                     hidden = [run_backbone(loaded.model, id, past_key_values=cache, use_cache=True) for id in steps.split(1, 1)]
                 read = sparse.stats()["selectivity"]  # None if every layer is dense
             cache.crop(-steps.shape[1])
-            predicted[label].append(output_logits(loaded.model, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
-            sums = spent[label]
+            tokens.append(output_logits(loaded.model, torch.cat(hidden[-samples.longest :], dim=1)).argmax(-1))
             sums["selectivity"] += (1.0 if read is None else read) * share
             sums["latency_s"] += measured.seconds / steps.shape[1] * share
             sums["peak_memory_mb"] = max(sums["peak_memory_mb"], measured.peak_mb)
             advance()
-    return {label: NeedleResult(torch.cat(predicted[label]), spent[label]) for label in plan}
+    return [NeedleResult(torch.cat(tokens), sums) for tokens, sums in zip(predicted, spent, strict=True)]
 
 
-def as_row(
-    method: Method, setting: Setting, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig
-) -> EvalRow:
+def as_row(case: MethodSetting, samples: Samples, result: NeedleResult, dense: EvalRow | None, cfg: EvalRunConfig) -> EvalRow:
     """Returns the row of a result; ``dense`` is the row of dense attention, None for dense attention itself."""
     found = samples.found(result.predicted)
     accuracy = sum(found) / len(found)
@@ -253,7 +247,7 @@ def as_row(
     }
     interval, ratio = wilson(sum(found), len(found)), ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(found), "extra": extra, **result.spent}
-    return EvalRow("needle", method, setting, accuracy, "needles found", interval=interval, **fields)
+    return EvalRow("needle", case.method, case.setting, accuracy, "needles found", interval=interval, **fields)
 
 
 TASK = Task(

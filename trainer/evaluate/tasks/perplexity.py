@@ -6,7 +6,7 @@ predictions in nats, and the share of tokens at which dense and sparse attention
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import data
-from msattn.trainer.config import SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import ComparedSelection
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.intervals import Interval, mean_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement
-from msattn.trainer.evaluate.row import EvalRow, Setting
+from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
-from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models import tap
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.predictions import token_scores
@@ -72,28 +70,26 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     runs: list[PerplexityRun] = []  # runs of dense attention
+    dense_case, *cases = replace(job.methods, bucket_routings=[]).cases(loaded.model, sparsities)
 
     def dense(advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up
-        runs.append(measure(loaded, texts, nullcontext(), advance, None))
-        return [to_row(DENSE, Setting(), runs[0], runs[0])]
+        runs.append(measure(loaded, texts, dense_case.attach(), advance, None))
+        return [to_row(dense_case, runs[0], runs[0])]
 
-    def sparse(
-        method: ComparedSelection, label: Setting, select: SelectConfig, advance: Callable[[], None], _: list[EvalRow]
-    ) -> list[EvalRow]:
-        with method.attach(loaded.model, select, measure_recall=True) as attached:  # not timed: recall needs dense passes
+    def sparse(case: MethodSetting, advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
+        with case.attach(measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:
                 prefill(loaded, ids)
                 advance()
             recall = attached.stats()["recall"]
-        found = measure(loaded, texts, method.attach(loaded.model, select), advance, runs[0].hidden)
-        return [to_row(method.method, label, replace(found, recall=recall), runs[0])]
+        found = measure(loaded, texts, case.attach(), advance, runs[0].hidden)
+        return [to_row(case, replace(found, recall=recall), runs[0])]
 
     plan = [Measurement(None, dense, len(texts))]
-    for method in job.methods.block_selections:
-        for label, select in method.settings(sparsities):
-            key = task, length, method.method, label
-            plan.append(Measurement(key, partial(sparse, method, label, select), 2 * len(texts)))
+    for case in cases:
+        key = task, length, case.method, case.setting
+        plan.append(Measurement(key, partial(sparse, case), 2 * len(texts)))
     return job.rows(f"{task}, {length} tokens", plan)
 
 
@@ -132,8 +128,7 @@ def measure(
 
 def as_row(
     task: str,
-    method: Method,
-    setting: Setting,
+    case: MethodSetting,
     run: PerplexityRun,
     dense: PerplexityRun,
     bits_per_byte_of_nats: float,
@@ -142,7 +137,7 @@ def as_row(
     """Returns the row of a run; raises UserError if its loss is not finite."""
     loss, spread = fmean(run.losses), mean_interval(run.losses)
     if not math.isfinite(loss):
-        raise UserError(f"{method} {setting}: the loss is {loss}; dtype=float32 may help")
+        raise UserError(f"{case.method} {case.setting}: the loss is {loss}; dtype=float32 may help")
     ratio, ratio_interval = _ratio(run.losses, dense.losses)
     extra = {
         "length": length,
@@ -155,7 +150,7 @@ def as_row(
         "losses": run.losses,
     }
     return EvalRow(
-        task, method, setting, math.exp(loss), "perplexity",
+        task, case.method, case.setting, math.exp(loss), "perplexity",
         interval=spread and (math.exp(spread[0]), math.exp(spread[1])), ratio_to_dense=ratio,
         sparsity=run.sparsity, selectivity=1 - run.sparsity, recall=run.recall,
         latency_s=median(run.seconds), peak_memory_mb=run.peak_mb, samples=len(run.losses), extra=extra,

@@ -1,6 +1,5 @@
 """The user's own prompts: whether dense and sparse attention give the expected answers."""
 
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -8,12 +7,12 @@ from torch import Tensor
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
-from msattn.trainer.evaluate.compared import with_independent
+from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.intervals import wilson
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
-from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases, paired_answers
+from msattn.trainer.evaluate.tasks.answers import Answers, Question, answer, paired_answers
 from msattn.trainer.models.chat import encode_prompt
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.loading import Loaded
@@ -25,8 +24,7 @@ def run(job: Job) -> list[EvalRow]:
     """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes."""
     loaded, settings = job.loaded, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), job.prepared["prompts"]
-    routings = with_independent(job.methods.bucket_routings, settings.independent)
-    tried = cases(loaded, replace(job.methods, bucket_routings=routings), settings.sparsities)
+    tried = job.methods.with_independent(settings.independent).cases(loaded.model, settings.sparsities)
     advance = job.bar("prompts", len(tried) * len(prompts))
     questions = [Question(ids, settings.max_new_tokens) for ids in encoded]
     rows: list[EvalRow] = []

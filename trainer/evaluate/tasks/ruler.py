@@ -21,12 +21,12 @@ from msattn.trainer.data.benchmarks import read_hotpotqa, read_squad
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.compared import Compared, with_independent
+from msattn.trainer.evaluate.compared import Compared, MethodSetting
 from msattn.trainer.evaluate.intervals import Interval, stratified_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
-from msattn.trainer.evaluate.tasks.answers import Answers, MethodSetting, Question, answer, cases
+from msattn.trainer.evaluate.tasks.answers import Answers, Question, answer
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.loading import Loaded
 
@@ -41,7 +41,7 @@ def run(job: Job) -> list[EvalRow]:
 
 def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
     cfg, settings, loaded = job.cfg, job.cfg.eval.ruler, job.loaded
-    methods = replace(job.methods, bucket_routings=with_independent(job.methods.bucket_routings, settings.independent))
+    methods = job.methods.with_independent(settings.independent)
     samples = make_samples(cfg, loaded.tokenizer, hay, length)
     questions = [
         Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
@@ -55,7 +55,7 @@ def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
 
     plan = [
         Measurement(("ruler", length, case.method, case.setting), partial(measure, case), len(questions))
-        for case in cases(loaded, methods, settings.sparsities, settings.probes, settings.keys)
+        for case in methods.cases(loaded.model, settings.sparsities, settings.probes, settings.keys)
     ]
     return job.rows(f"RULER, {length} tokens", plan)
 

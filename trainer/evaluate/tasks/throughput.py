@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 
 from msattn.trainer.config import EvalRunConfig, ThroughputConfig
 from msattn.trainer.errors import UserError, only_errors
-from msattn.trainer.evaluate.compared import Compared
+from msattn.trainer.evaluate.compared import Compared, MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
-from msattn.trainer.evaluate.tasks.answers import MethodSetting
 from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, random_gate, random_router, speedups
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
