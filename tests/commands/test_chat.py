@@ -100,22 +100,16 @@ def test_the_second_turn_computes_only_its_tokens(chat: Callable[..., tuple], ov
     assert all(("selectivity 1" in line) == (overrides is ROUTED) for line in statistics)
 
 
-@pytest.mark.slow
-def test_reset_and_exit(chat: Callable[..., tuple]) -> None:
-    code, (first, second, rest), statistics, _ = chat(f"{FIRST}\n/reset\n{FIRST}\n/help\n/exit\n{SECOND}\n", *DENSE)
-    assert code == 0
-    assert second.removeprefix("\n") == first
-    assert [line.partition(",")[0] for line in statistics] == [
-        f"{len(embedded_tokenizer().encode(FIRST))} new prompt tokens"
-    ] * 2
-    assert all(command in rest for command in ("/reset", "/help", "/exit", "Ctrl-C"))
-
-
-def test_unknown_commands_are_refused_and_paths_are_messages(chat: Callable[..., tuple]) -> None:
-    code, (shown, rest), statistics, _ = chat("/quit\n/reset now\n/usr/bin/python\n", *DENSE)
-    assert (code, rest.strip(), len(statistics)) == (0, "", 1)
+def test_commands(chat: Callable[..., tuple]) -> None:
+    """Unknown ones are refused, and a path is a message."""
+    lines = f"{FIRST}\n/reset\n{FIRST}\n/quit\n/reset now\n/usr/bin/python\n/help\n/exit\n{SECOND}\n"
+    code, (first, second, third, rest), statistics, _ = chat(lines, *DENSE)
     accepted = "the commands are /reset, /help, /exit\n"
-    assert shown.startswith(f"/quit: {accepted}/reset: {accepted}")
+    assert (code, second) == (0, f"\n{first}")
+    assert third.startswith(f"\n/quit: {accepted}/reset: {accepted}")
+    new = f"{len(embedded_tokenizer().encode(FIRST))} new prompt tokens"
+    assert [line.partition(",")[0] for line in statistics[:2]] == [new, new]
+    assert all(command in rest for command in ("/reset", "/help", "/exit", "Ctrl-C"))
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import pytest
 
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.embedded import EMBEDDED_MODEL
+from tests.commands.conftest import Run
 from tests.factory import tiny_config
-from tests.running import exit_code, succeed
+from tests.running import succeed
 
 OTHERS = {"algorithm": "skip_softmax", "targets": ["LlamaAttention"], "target_sparsity": {"prefill": 0.5}}
 REFUSED = {
@@ -48,19 +49,18 @@ def test_settings_are_replaced_and_those_of_others_kept(config: Path, capsys: py
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_are_one_line_and_change_nothing(name: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line_and_change_nothing(name: str, config: Path, msattn: Run) -> None:
     settings, message = REFUSED[name]
     if name == "another model":
         tiny_config("llama").save_pretrained(config.parent)
     before = config.read_bytes()
-    assert exit_code("configure", str(config.parent), *settings) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    code, out, err = msattn("configure", str(config.parent), *settings)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert config.read_bytes() == before
 
 
-def test_only_a_folder_with_a_model_is_configured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_folder_with_a_model_is_configured(tmp_path: Path, msattn: Run) -> None:
     for model, message in (("owner/name", "no such folder"), (str(tmp_path), "the folder has no config.json")):
-        assert exit_code("configure", model, "select=quest") == 2
-        assert message in capsys.readouterr().err
+        code, _, err = msattn("configure", model, "select=quest")
+        assert (code, message in err) == (2, True), err

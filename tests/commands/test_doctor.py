@@ -13,6 +13,7 @@ from msattn.trainer.commands import doctor
 from msattn.trainer.commands.doctor_model import doctor_model
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.models import EMBEDDED
+from tests.commands.conftest import Run
 from tests.factory import tiny_config
 from tests.running import exit_code
 
@@ -20,10 +21,6 @@ from tests.running import exit_code
 def write_config(folder: Path, family: str = "llama", **changes: Any) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config(family).to_dict() | changes))
-
-
-def run(*arguments: str) -> int:
-    return exit_code("doctor", *arguments)
 
 
 def test_a_folder_without_weights(here: Path) -> None:
@@ -86,7 +83,7 @@ def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
     assert dict(doctor_model("mine"))["artifacts"].count("gate:") == 0
 
 
-def test_folders_without_a_model_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_model_are_refused(here: Path, msattn: Run) -> None:
     (here / "empty").mkdir()
     (here / "broken").mkdir()
     (here / "broken" / "config.json").write_text("{")
@@ -97,11 +94,9 @@ def test_folders_without_a_model_are_refused(here: Path, capsys: pytest.CaptureF
         "foreign": "model_type=gpt2",
         "nowhere": "no such folder",
     }.items():
-        assert run(name) == 2
-        out, err = capsys.readouterr()
-        assert message in err
+        code, out, err = msattn("doctor", name)
+        assert (code, out, message in err) == (2, "", True)
         assert err.strip().splitlines()[-1].startswith("msattn: ")
-        assert not out
 
 
 @pytest.mark.parametrize("method", ["is_file", "read_text"])

@@ -1,7 +1,6 @@
 """--help and msattn help: order, explanations and choices from the schema, width, topics and their nearest names."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,6 @@ from msattn.trainer.errors import UserError
 from tests.commands.conftest import Run
 
 CONF = Path(__file__).parents[2] / "conf"
-
-
-Page = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def page(msattn: Run) -> Page:
-    """Runs the command line; returns its exit code and what it printed."""
-
-    def run(*arguments: str) -> tuple[int, str]:
-        code, out, err = msattn(*arguments)
-        return code, out or err
-
-    return run
 
 
 def test_every_command_has_its_job() -> None:
@@ -43,9 +28,9 @@ def test_the_first_keys_of_a_command_are_its_own() -> None:
         assert set(COMMANDS[command].first.split()) <= {*known.groups, *known.keys}
 
 
-def test_help_of_a_command(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_a_command(msattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, out = page("train-gate", "--help")
+    code, out, _ = msattn("train-gate", "--help")
     assert code == 0
     order = ["Usage: msattn train-gate", "Options:", "--multirun", "Main keys, with defaults for model=tiny:", "model=tiny"]
     order += ["gate.loss=kl", "data=OPTION, by default by_model:", "Other keys", "gate.skip_rows=0"]
@@ -57,18 +42,18 @@ def test_help_of_a_command(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_help_leaves_out_what_a_command_does_not_use(page: Page) -> None:
+def test_help_leaves_out_what_a_command_does_not_use(msattn: Run) -> None:
     """Commands that answer prompts read no text and write no artifacts."""
-    topics = [page("help", topic)[1] for topic in ("data", "data.path", "experiment", "resume")]
+    topics = [msattn("help", topic)[1] for topic in ("data", "data.path", "experiment", "resume")]
     for command in ("generate", "serve"):
-        out = page(command, "--help")[1]
+        out = msattn(command, "--help")[1]
         assert "select=OPTION" in out
         assert not re.search(r"^ {0,2}(data|experiment|overwrite|resume)[.=]", out, flags=re.MULTILINE)
         assert not [topic for topic in topics if f"msattn {command} --help" in topic]
 
 
 @pytest.mark.slow
-def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
+def test_a_command_lists_the_selections_that_it_can_use(msattn: Run) -> None:
     """Each of the others is refused, and the page of the group says by which commands."""
     options = {
         command: keys_of(command).groups["select"].options.keys() for command in ("eval", "generate", "serve", "finetune")
@@ -79,27 +64,31 @@ def test_a_command_lists_the_selections_that_it_can_use(page: Page) -> None:
     for command, refused in (("generate", "scores=a_shape"), ("serve", "policy=multiscale"), ("finetune", "scores=quest")):
         with pytest.raises(UserError, match=f"^select.{refused}: "):
             compose(command, [f"select={refused.partition('=')[2]}", "artifacts.gate=embedded"])
-    shown = " ".join(page("help", "select")[1].split())
+    shown = " ".join(msattn("help", "select")[1].split())
     assert "by default calibrated in msattn eval" in shown
     assert "MoA). Not in generate, serve, finetune." in shown
 
 
-def test_a_section_and_a_key(page: Page) -> None:
-    assert "eval.needle.samples=8" in page("help", "eval.needle")[1]
-    out = page("help", "gate.heads")[1]
+def test_a_section_and_a_key(msattn: Run) -> None:
+    assert "eval.needle.samples=8" in msattn("help", "eval.needle")[1]
+    out = msattn("help", "gate.heads")[1]
     assert "default      query in msattn train-gate\n" in out
     assert "choices      query, kv\n" in out
     assert "msattn train-gate --help" in out
 
 
-def test_a_command_is_explained_as_by_its_help(page: Page) -> None:
-    assert page("help", "fit-kmeans") == page("fit-kmeans", "--help")
-    assert page("help", "doctor") == page("doctor", "--help")
+def test_a_command_is_explained_as_by_its_help(msattn: Run) -> None:
+    assert msattn("help", "fit-kmeans") == msattn("fit-kmeans", "--help")
+    assert msattn("help", "doctor") == msattn("doctor", "--help")
 
 
 @pytest.mark.parametrize(("topic", "near"), [("gte.heads", "gate.heads"), ("trian-gate", "train-gate")])
-def test_unknown_topics_name_the_nearest(page: Page, topic: str, near: str) -> None:
-    assert page("help", topic) == (2, f"msattn: help {topic}: no command, group or key has this name (did you mean {near}?)\n")
+def test_unknown_topics_name_the_nearest(msattn: Run, topic: str, near: str) -> None:
+    assert msattn("help", topic) == (
+        2,
+        "",
+        f"msattn: help {topic}: no command, group or key has this name (did you mean {near}?)\n",
+    )
 
 
 def test_every_option_has_an_explanation() -> None:
