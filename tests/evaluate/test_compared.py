@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from msattn.trainer import data
 from msattn.trainer.artifacts import SHIPPED
@@ -64,7 +63,7 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
 def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
     cfg = config(trained, text, baselines=["quest", "random"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
-    found = calibration.calibrate_selections(compared.find_compared(cfg, loaded, torch.device("cpu")), cfg, loaded)
+    found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
     quest = next(method for method in found.block_selections if str(method.method) == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
     expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
@@ -80,16 +79,10 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
         perplexity.prefill(loaded, ids)
         assert sparse.stats()["sparsity"] == calibrated
     topk = replace(cfg, select=SelectConfig("topk", block_size=16))
-    assert all(
-        method.thresholds is None for method in compared.find_compared(topk, loaded, torch.device("cpu")).block_selections
-    )
+    assert all(method.thresholds is None for method in compared.find_compared(topk, loaded).block_selections)
     decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
-    assert (
-        calibration.calibrate_selections(
-            untouched := compared.find_compared(cfg, loaded, torch.device("cpu")), decoding, loaded
-        )
-        is untouched
-    )
+    untouched = compared.find_compared(cfg, loaded)
+    assert calibration.calibrate_selections(untouched, decoding, loaded) is untouched
 
 
 def test_a_gate_without_fitting_thresholds_is_calibrated(
@@ -105,7 +98,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     )
 
     def calibrated(cfg: EvalRunConfig) -> dict[str, compared.ComparedSelection]:
-        found = calibration.calibrate_selections(compared.find_compared(cfg, loaded, torch.device("cpu")), cfg, loaded)
+        found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
         assert any(note.startswith("gate: its artifact has no thresholds for this selection") for note in found.notes)
         return {str(method.method): method for method in found.block_selections}
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from msattn.trainer import data, models
 from msattn.trainer.config import ArtifactsConfig, DataConfig
@@ -116,7 +115,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             evaluate(replace(cfg, **changes))
     other_weights = models.load(cfg.model, device="cpu", seed=1)
-    notes = compared.find_compared(cfg, other_weights, torch.device("cpu")).notes
+    notes = compared.find_compared(cfg, other_weights).notes
     assert any("its weights_hash is" in note for note in notes)
 
 

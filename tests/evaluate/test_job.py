@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,23 +15,14 @@ from msattn.trainer.evaluate.job import PartialRows, texts_hash
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import needle, perplexity, ruler
-from msattn.trainer.evaluate.tasks.perplexity import PerplexityRun
 from tests.evaluate.named import named
 from tests.evaluate.runs import config
-from tests.running import SHAPE, SMALL, WORDS, exit_code, succeed
-from tests.running import text as words
+from tests.running import WORDS
 
 TIMES = ("latency_s", "peak_memory_mb")
-ROW = EvalRow(
-    "ruler",
-    named("gate"),
-    Setting("sparsity", 0.5),
-    0.1,
-    "share",
-    interval=(0.0, float("inf")),
-    samples=3,
-    extra={"by": {"0.5": [1, 2]}},
-)
+EXTRA = {"by": {"0.5": [1, 2]}}
+BOUNDS = (0.0, float("inf"))
+ROW = EvalRow("ruler", named("gate"), Setting("sparsity", 0.5), 0.1, "share", interval=BOUNDS, samples=3, extra=EXTRA)
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -62,9 +52,9 @@ def tasks_of(text: str, outputs: Path) -> EvalRunConfig:
 
 @pytest.mark.slow
 def test_an_interrupted_evaluation_continues_to_the_same_rows(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It stops in the middle of each task in turn."""
+    """It stops in the middle of each task in turn, and prints the rows so far."""
     whole = rows_of(evaluate(tasks_of(text, tmp_path / "whole")))
     cfg = tasks_of(text, tmp_path / "stopped")
     partial = tmp_path / "stopped" / "rand" / "base" / "eval.rows"
@@ -82,8 +72,10 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
 
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopping)
-            with pytest.raises(KeyboardInterrupt, match="rows are kept: the same command with resume=true"):
+            capsys.readouterr()
+            with pytest.raises(KeyboardInterrupt, match=r"\d rows are kept: the same command with resume=true continues after"):
                 evaluate(cfg)
+            assert re.search(r"Perplexity of held-out text.*mean pooling +sparsity 0 ", capsys.readouterr().out, re.DOTALL)
         cfg = replace(cfg, resume=True)
     assert rows_of(evaluate(cfg)) == whole
     assert not partial.exists()
@@ -124,31 +116,6 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
         (tmp_path / name).write_text("another text")
         found.append(texts_hash(cfg))
     assert len(set(found)) == 3
-
-
-@pytest.mark.slow
-def test_ctrl_c_says_how_many_rows_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(words(3000))
-    sizes = ("eval.perplexity.length=128", "eval.perplexity.num_chunks=1", "eval.baselines=[random,oracle]")
-    command = ("eval", *SMALL, *SHAPE, "eval.tasks=[perplexity]", *sizes)
-    once, calls = perplexity.measure, []
-
-    def stopping(*given: Any) -> PerplexityRun:
-        calls.append(given)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return once(*given)
-
-    monkeypatch.setattr(perplexity, "measure", stopping)
-    assert exit_code(*command) == 130
-    out, err = capsys.readouterr()
-    assert "2 rows are kept: the same command with resume=true continues after them" in err
-    assert re.search(r"Perplexity of held-out text.*random +sparsity 0\.5.*sparsity 0\.8", out, re.DOTALL)
-    succeed(*command, "resume=true")
-    assert len(calls) == 4 + 1 + 4  # dense attention again, and 4 of the 6 other rows
 
 
 @pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])

@@ -1,59 +1,27 @@
-"""Recipes of evaluations: documents of two corpora, the lab teacher with YaRN, and the table, each run on a toy model."""
-
-from collections.abc import Iterator
-from pathlib import Path
+"""Recipes of evaluations: documents of two corpora, the lab teacher with YaRN, and the table."""
 
 import pytest
 
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import DataConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
-from tests.evaluate.runs import read_rows
-from tests.running import SHAPE, WORDS, succeed, write_texts
 
-SENTENCE = "The heron left the mill before anyone had thought of the river again. "
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
-TOY = ["model.init=random", *SHAPE, "device=cpu", "dtype=float32", "tracker=none"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_texts(1000)
-    Path("heldout.txt").write_text(WORDS)
-    return tmp_path / "outputs"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "read"),
+    ("recipe", "path", "split"),
     [
-        ("documents_pg19", ("emozilla/pg19", "test")),
-        ("documents_proofpile", ("emozilla/proofpile-test-tokenized-mistral", "train")),
+        ("documents_pg19", "emozilla/pg19", "test"),
+        ("documents_proofpile", "emozilla/proofpile-test-tokenized-mistral", "train"),
     ],
 )
-def test_documents_are_read_from_their_beginning(
-    recipe: str, read: tuple[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = compose("eval", [f"experiment={recipe}"])
+def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
+    cfg = compose("eval", [f"experiment={recipe}", "model.init=random"])
+    assert (cfg.data.source, cfg.data.path, cfg.data.heldout_split) == ("hub", path, split)
     assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
-    config, _ = config_and_tokenizer(compose("eval", [f"experiment={recipe}", "model.init=random"]).model)
+    config, _ = config_and_tokenizer(cfg.model)
     assert max_length(config) == max(LENGTHS)
-    opened = set()
-
-    def rows_of(data: DataConfig, split: str) -> Iterator[dict[str, str]]:
-        opened.add((data.path, split))
-        yield from ({"text": f"Document {number}. {SENTENCE * (4 + 2 * number)}"} for number in range(10))
-
-    monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows_of)
-    sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
-    succeed("eval", f"experiment={recipe}", *TOY, *sizes, "model.architecture.vocab_size=4096", "eval.baselines=[quest]")
-    assert opened == {read}
-    found = read_rows(folder / "llama3/seer/eval", "length")
-    for length in (64, 128):
-        assert found["dense", "", length]["samples"] == 3
-        assert ("quest", "sparsity 0.9", length) in found
 
 
 def test_the_teacher_has_twice_its_positions_with_yarn() -> None:

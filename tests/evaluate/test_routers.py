@@ -9,13 +9,11 @@ import torch
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
-from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
+from msattn.trainer.config.evaluate import ROUTERS
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares
-from msattn.trainer.evaluate.compared import add_routers
-from msattn.trainer.evaluate.tasks import decoding, needle, recall
+from msattn.trainer.evaluate.tasks import recall
 from msattn.trainer.methods.untrained import untrained_router
-from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
 
@@ -34,49 +32,12 @@ def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
     return replace(cfg, model=model, dense_layers=[])
 
 
-def routings_of(cfg: EvalRunConfig, loaded: Loaded) -> compared.Compared:
-    return add_routers(compared.Compared([], []), cfg, loaded.model)
-
-
-@pytest.mark.slow
-def test_every_task_measures_the_routers(tmp_path: Path, text: str) -> None:
-    sizes = config(tmp_path, text).eval
-    probes = [0, 1, PRESET_BUCKETS]
-    cfg = routed_config(
-        tmp_path,
-        text,
-        recall=replace(sizes.recall, probes=probes, independent=True),
-        needle=replace(sizes.needle, probes=[1], depths=[0.5], samples=1, question="dense"),
-        decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
-    )
-    loaded = models.load(cfg.model, device="cpu")
-    found = routings_of(cfg, loaded)
-    measured = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
-    rows = {(row.task, str(row.method), str(row.setting)): row for row in measured}
-    assert len(rows) == len(measured)
-    for name in NAMES.values():
-        for suffix in ("", ", independent"):
-            every = rows["recall", name + suffix, f"{PRESET_BUCKETS} probes"]
-            if name in PARTIAL:
-                assert 0.3 < (every.selectivity or 1) < 0.99
-            else:
-                assert every.score == pytest.approx(1, abs=1e-5)
-                assert every.selectivity == pytest.approx(1)
-            assert (rows["recall", name + suffix, "1 probe"].selectivity or 1) < 0.5
-        for row in (rows["needle", name, "1 probe"], rows["decoding", name, "2 probes"]):
-            assert row.selectivity is not None
-            assert 0.08 < row.selectivity < 0.7
-    quest, oracle = (rows["recall", name, "1 probe"] for name in ("Quest pages", "oracle routing"))
-    assert quest.score < oracle.score + 1e-6
-    assert quest.selectivity == pytest.approx(oracle.selectivity, rel=0.05)  # the last far page is partly in the window
-
-
 def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, text: str) -> None:
     cfg = routed_config(tmp_path, text, routers=["quest", "window"])
     sizes = replace(cfg.eval.recall, num_chunks=1, probes=[3])
     cfg = replace(cfg, eval=replace(cfg.eval, recall=sizes))
     loaded = models.load(cfg.model, device="cpu")
-    found = routings_of(cfg, loaded)
+    found = compared.find_compared(cfg, loaded)
     rows = {str(row.method): row for row in rows_of(recall, loaded, cfg, found)}
     recent, sink = found.bucket_routings[0].recent, found.bucket_routings[0].sink
     expected: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
@@ -106,7 +67,7 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
 def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> None:
     cfg = routed_config(tmp_path, text, key_shares=[0.01, 0.3, 1.0])
     loaded = models.load(cfg.model, device="cpu")
-    before = routings_of(cfg, loaded)
+    before = compared.find_compared(cfg, loaded)
     found = match_key_shares(before, cfg, loaded)
     for routing in found.bucket_routings:
         settings, counts = zip(*routing.settings([0, 7]), strict=True)
@@ -127,9 +88,9 @@ def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
     loaded = models.load(cfg.model, device="cpu")
     curve = torch.tensor([0.01, 0.014, 0.062, 0.09, 0.5])
     monkeypatch.setattr(calibration, "measure_curves", lambda *_: [curve])
-    found = match_key_shares(routings_of(cfg, loaded), cfg, loaded)
+    found = match_key_shares(compared.find_compared(cfg, loaded), cfg, loaded)
     assert found.bucket_routings[0].by_share == {0.05: 2, 0.1: 3}
-    assert found.notes == [
+    assert found.notes[-1:] == [
         "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 (reads 0.062), "
         "3 for 0.1 (reads 0.09); not measured: 0.02"
     ]

@@ -64,51 +64,28 @@ def test_parts_of_a_comparison(tmp_path: Path) -> None:
 def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.txt").write_text("Other words are what a model trains on. " * 400)
     (tmp_path / "test.txt").write_text(TEXT)
-    leval = write(
-        tmp_path / "mill.jsonl", {"input": TEXT, "instructions": ["What?"] * 2, "outputs": ["so", "no"], "evaluation": "f1"}
-    )
-    arguments = [
-        *(
-            str(tmp_path / "out"),
-            "--seeds",
-            "model=tiny",
-            "model.path=embedded",
-            "data=text",
-            f"data.path={tmp_path}/train.txt",
-        ),
-        *(f"data.heldout_path={tmp_path}/test.txt", f"data.cache={tmp_path}/cache", f"eval.leval.path={leval}"),
-        *("eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]", "eval.leval.sparsities=[0.5]", "device=cpu"),
-        *("eval.ruler.tasks=[fwe]", "eval.ruler.samples=2", "eval.ruler.sparsities=[0.5]", "select.block_size=16"),
-        *(
-            "--lengths",
-            "400",
-            "--gates",
-            "trainer/embedded/artifacts/gate",
-            "--baselines",
-            "quest",
-            "--processes",
-            "1",
-        ),
-    ]
+    question = {"input": TEXT, "instructions": ["What?"] * 2, "outputs": ["so", "no"], "evaluation": "f1"}
+    leval = write(tmp_path / "mill.jsonl", question)
+    arguments = f"""
+        {tmp_path}/out --seeds --lengths 400 --gates trainer/embedded/artifacts/gate --baselines quest --processes 1
+        model=tiny model.path=embedded data=text data.path={tmp_path}/train.txt data.heldout_path={tmp_path}/test.txt
+        data.cache={tmp_path}/cache eval.perplexity.num_chunks=2 eval.perplexity.sparsities=[0.5] eval.leval.path={leval}
+        eval.leval.sparsities=[0.5] eval.ruler.tasks=[fwe] eval.ruler.samples=2 eval.ruler.sparsities=[0.5]
+        select.block_size=16 device=cpu
+    """.split()
     main(arguments)
     table = (tmp_path / "out" / "comparison.csv").read_text()
     lines = [*csv.DictReader(table.splitlines())]
     assert len(lines) == 3 + 2 * 3 * 3
     assert {each["best_untrained"] for each in lines} == {"", "quest"}
-    assert {(each["method"], each["seed"]) for each in lines if each["best_untrained"]} == {
-        ("gate", "0"),
-        ("gate_question", "0"),
-    }
-    kept = sorted(
-        (tmp_path / "out" / "tiny-400" / "topk-quest").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns
-    )
+    compared = {(each["method"], each["seed"]) for each in lines if each["best_untrained"]}
+    assert compared == {("gate", "0"), ("gate_question", "0")}
+    kept = sorted((tmp_path / "out/tiny-400/topk-quest").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
     for part in kept[-2:]:  # as if it was killed at the last task
         part.unlink()
     (tmp_path / "out" / "comparison.csv").unlink()
     main(arguments)
     assert "topk-quest: 3 rows" in capsys.readouterr().out
     again = [*csv.DictReader((tmp_path / "out" / "comparison.csv").open())]
-    for one, other in zip(lines, again, strict=True):
-        assert {key: one[key] for key in one if "_s" not in key and "_mb" not in key} == {
-            key: other[key] for key in other if "_s" not in key and "_mb" not in key
-        }
+    kept_columns = [key for key in lines[0] if "_s" not in key and "_mb" not in key]
+    assert [[each[key] for key in kept_columns] for each in again] == [[each[key] for key in kept_columns] for each in lines]

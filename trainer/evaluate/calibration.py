@@ -17,7 +17,7 @@ from msattn.trainer import methods as methods_package
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection, reads
 from msattn.trainer.evaluate.task import lengths_of, record
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, sparsity_in_reach
@@ -52,7 +52,7 @@ def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) 
     All are measured in one pass, as in gate training, and kept in ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
-    if not needy or not any("blocks" in record(task).reads for task in cfg.eval.tasks):
+    if not needy or not reads(cfg, "blocks"):
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}

@@ -5,9 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -193,8 +192,8 @@ class Compared:
         return found
 
 
-def find_compared(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> Compared:
-    """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds ``eval.baselines``."""
+def find_compared(cfg: EvalRunConfig, loaded: Loaded) -> Compared:
+    """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds untrained methods."""
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
     found: list[tuple[_Path, Any]] = []
@@ -207,9 +206,11 @@ def find_compared(cfg: EvalRunConfig, loaded: Loaded, device: torch.device) -> C
         manifests[label] = {"path": str(each.path), **module.artifact.manifest}
         if getattr(module, "routing_warning", None):
             notes.append(f"{label} {each.path}: {module.routing_warning}")
-        found.append((each, module.to(device)))
+        found.append((each, module.to(loaded.model.device)))
     read = [module.artifact for _, module in found]
-    return Compared(_block_selections(cfg, found), _bucket_routings(cfg, found), manifests, notes, read)
+    routings = _bucket_routings(cfg, found)
+    routings += _untrained_routings(cfg, routings, loaded.model)
+    return Compared(_block_selections(cfg, found), routings, manifests, notes, read)
 
 
 class _Path(NamedTuple):
@@ -228,7 +229,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     paths: list[_Path] = []
     notes = []
     for kind, command in COMMANDS.items():
-        if not any(("blocks" if kind == "gate" else "routings") in record(task).reads for task in cfg.eval.tasks):
+        if not reads(cfg, "blocks" if kind == "gate" else "routings"):
             continue
         folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
@@ -274,20 +275,23 @@ def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list
     return methods
 
 
-def add_routers(methods: Compared, cfg: EvalRunConfig, model: PreTrainedModel) -> Compared:
-    """Returns ``methods`` with the routers without training, ``cfg.eval.routers``, after the others.
+def _untrained_routings(cfg: EvalRunConfig, trained: list[ComparedRouting], model: PreTrainedModel) -> list[ComparedRouting]:
+    """Returns ``eval.routers``, with the number of buckets, the layers and the dense window of the first trained routing.
 
-    They use the number of buckets, the layers and the dense window of the first other routing. Without one, they use the
-    number of buckets of ``model.presets`` and route all served layers.
+    Without one, they use the number of buckets of ``model.presets`` and route all served layers.
     """
-    if not any("routings" in record(task).reads for task in cfg.eval.tasks):
-        return methods
-    like = methods.bucket_routings[0] if methods.bucket_routings else None
+    if not reads(cfg, "routings"):
+        return []
+    like = trained[0] if trained else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
     layers = like.router.layers if like else models.served_layers(model.config)
-    added = []
+    found = []
     for name in cfg.eval.routers:
         router = untrained_router(name).for_model(model.config, buckets, layers, cfg.seed).to(model.device)
         same = replace(like, method=router.method, router=router, keys=None) if like else None
-        added.append(same or ComparedRouting.configured(router.method, router, cfg))
-    return replace(methods, bucket_routings=[*methods.bucket_routings, *added])
+        found.append(same or ComparedRouting.configured(router.method, router, cfg))
+    return found
+
+
+def reads(cfg: EvalRunConfig, kind: Literal["blocks", "routings"]) -> bool:
+    return any(kind in record(task).reads for task in cfg.eval.tasks)

@@ -54,8 +54,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
-    found = compared.find_compared(cfg, loaded, loaded.model.device)
-    found = compared.add_routers(found, cfg, loaded.model)
+    found = compared.find_compared(cfg, loaded)
     _check_sizes(cfg, loaded, found)
     modules = {task: task_module(task) for task in cfg.eval.tasks}
     prepared = {task: module.prepare(cfg, loaded) for task, module in modules.items() if hasattr(module, "prepare")}

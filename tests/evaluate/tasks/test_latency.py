@@ -47,9 +47,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             row = rows["latency", "gate, untrained", f"sparsity {sparsity}", length]
             assert row["score"] == row["latency_s"] > 0
             assert row["ratio_to_dense"] == pytest.approx(row["score"] / dense["score"])
-            assert row["extra"]["times_SDPA"] == pytest.approx(dense["score"] / row["score"])
             assert 0.15 < row["sparsity"] < sparsity + 0.1, "of few blocks, those that are always read are a large part"
-            assert row["sparsity"] > 0, "the sparse path must be measured"
             # These are times of other passes, and the machine may be busy.
             assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 10
     assert len(rows) == 2 * 3 + 2 * 4
@@ -81,10 +79,7 @@ def check_decoding(rows: list[dict]) -> None:
         own = {row["method"]: row for row in rows if (row["extra"]["length"], row["extra"]["batch"]) == (length, batch)}
         routed = own.pop("classifier, untrained")
         assert list(own) == ["dense, transformers"] * (batch == 1) + ["dense, SDPA", "dense, same cache and graphs"]
-        fastest = max(row["score"] for row in own.values())
         assert routed["setting"] == "2 probes"
-        assert routed["ratio_to_dense"] == pytest.approx(routed["score"] / fastest)
-        assert routed["latency_s"] == pytest.approx(batch / routed["score"])
         for method, row in own.items():
             name = method.removeprefix("dense, ")
             assert routed["extra"][f"times_{name}"] == pytest.approx(routed["score"] / row["score"])

@@ -10,8 +10,15 @@ from msattn import attach
 from msattn.trainer import models
 from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.tasks import needle
+from msattn.trainer.evaluate.tasks.needle import Samples
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.runs import BUCKETS, config
+
+
+@pytest.fixture
+def samples(loaded: Loaded, tmp_path: Path, text: str) -> Samples:
+    cfg = config(tmp_path, text)
+    return needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
 
 
 @pytest.mark.parametrize("question", ["dense", "sparse"])
@@ -19,7 +26,7 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     cfg = config(trained, text)
     cfg = replace(cfg, eval=replace(cfg.eval, needle=replace(cfg.eval.needle, question=question, needles=3)))
     samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
-    found = compared.find_compared(cfg, models.load(cfg.model, device="cpu"), torch.device("cpu"))
+    found = compared.find_compared(cfg, models.load(cfg.model, device="cpu"))
     routing = replace(found.bucket_routings[0], dense_layers=())
     routing.router.artifact = None  # skips the check of the model: this one has other weights
     dense = needle.prefill_samples(loaded, samples, lambda: None)
@@ -31,18 +38,14 @@ def test_routing_with_all_buckets_predicts_as_dense(loaded: Loaded, trained: Pat
     assert none.spent["selectivity"] < 0.5
 
 
-def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(loaded: Loaded, tmp_path: Path, text: str) -> None:
-    cfg = config(tmp_path, text)
-    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
+def test_the_prefill_has_to_find_the_first_token_that_depends_on_the_needle(loaded: Loaded, samples: Samples) -> None:
     ((rows, tokens),) = samples.prefills()
     assert rows == [0, 1, 2, 3]
     assert all(str(loaded.tokenizer.decode(ids[tokens : tokens + 1])).strip().isdigit() for ids in samples.ids)
 
 
-def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_path: Path, text: str) -> None:
+def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, samples: Samples) -> None:
     """Queries of a block share their keys, so an answer that is read in one pass with its prompt would help to find itself."""
-    cfg = config(tmp_path, text)
-    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
     ((_, tokens),) = samples.prefills()
     other = replace(samples, ids=samples.ids.clone())
     other.ids[:, tokens:] = 100
@@ -54,11 +57,9 @@ def test_the_answer_does_not_choose_what_the_question_reads(loaded: Loaded, tmp_
     assert results[0].spent["sparsity"] > 0.5
 
 
-def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: str) -> None:
+def test_samples_contain_the_needle_once(loaded: Loaded, samples: Samples, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text)
-    haystack = needle.read_haystack(cfg, loaded.tokenizer)
-    samples = needle.make_samples(cfg, loaded.tokenizer, haystack, 192)
-    again = needle.make_samples(cfg, loaded.tokenizer, haystack, 192)
+    again = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
     assert torch.equal(samples.ids, again.ids)
     assert samples.ids.shape == (4, 192)
     assert samples.depths == [0.0, 0.0, 0.5, 0.5]
@@ -76,10 +77,8 @@ def test_samples_contain_the_needle_once(loaded: Loaded, tmp_path: Path, text: s
     assert samples.found(right) == [True, True, False, True]
 
 
-def test_white_space_before_the_number_is_not_judged(loaded: Loaded, tmp_path: Path, text: str) -> None:
+def test_white_space_before_the_number_is_not_judged(loaded: Loaded, samples: Samples) -> None:
     """It does not depend on the needle. This tokenizer makes it a token of its own, as those that split numbers into digits."""
-    cfg = config(tmp_path, text)
-    samples = needle.make_samples(cfg, loaded.tokenizer, needle.read_haystack(cfg, loaded.tokenizer), 192)
     assert samples.judged == [count - 1 for count in samples.answers]
     predicted = samples.ids[:, -samples.longest :].clone()
     predicted[:, 0] += 1

@@ -43,7 +43,7 @@ def test_scores_in_pieces_equal_those_of_all_logits(loaded: Loaded, monkeypatch:
 
 def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_path: Path, text: str) -> None:
     cfg = config(tmp_path, text, baselines=["sink_local"])
-    found = compared.find_compared(cfg, loaded, torch.device("cpu"))
+    found = compared.find_compared(cfg, loaded)
     rows = rows_of(perplexity, loaded, cfg, found)
     (row,) = [row for row in rows if str(str(row.setting)) == "sparsity 0.6"]
     ((_, select),) = found.block_selections[0].settings([0.6])
@@ -62,7 +62,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     cfg = config(trained, text)
     cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
     loaded = models.load(cfg.model, device="cpu")
-    found = compared.find_compared(cfg, loaded, torch.device("cpu"))
+    found = compared.find_compared(cfg, loaded)
     (routing,) = found.bucket_routings
     rows = rows_of(recall, loaded, cfg, replace(found, block_selections=[]))
     by_name = {(str(row.method), str(row.setting)): row for row in rows}
@@ -106,7 +106,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
         needle=replace(cfg.eval.needle, probes=[0], keys=[0.5], sparsities=[], independent=True),
     )
     cfg = replace(cfg, eval=tasks, artifacts=ArtifactsConfig(qmodel=str(folder)), keys=0.2)
-    found = compared.find_compared(cfg, loaded, torch.device("cpu"))
+    found = compared.find_compared(cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     classifier, kmeans = found.bucket_routings
     assert classifier.own_settings() == [(Setting("far keys", 0.2), 0.2)]
@@ -130,7 +130,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
 def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:
     cfg = config(trained, text)
     loaded = models.load(cfg.model, device="cpu")
-    found = compared.find_compared(cfg, loaded, torch.device("cpu"))
+    found = compared.find_compared(cfg, loaded)
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
     rows = rows_of(recall, loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found)
     assert [(str(row.method), str(row.setting)) for row in rows] == [(str(WINDOW), "0 probes")]

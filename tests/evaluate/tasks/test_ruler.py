@@ -1,20 +1,17 @@
 """``eval=ruler``: scores by task, with dense and with sparse attention."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from msattn.trainer import models
-from msattn.trainer.config import ModelConfig, RulerConfig
+from msattn.trainer.config import ModelConfig
 from msattn.trainer.config.select import select_config
 from msattn.trainer.data.tasks.ruler import Sample
 from msattn.trainer.evaluate.compared import Compared, ComparedSelection, MethodSetting
 from msattn.trainer.evaluate.row import EvalRow, Setting
-from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import answers, ruler
 from msattn.trainer.evaluate.tasks.answers import Question
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -23,8 +20,6 @@ from tests.data.texts import WORDS, paragraph, write
 from tests.evaluate.runs import config, read_rows
 from tests.factory import TEMPLATE
 from tests.running import exit_code, succeed
-
-SETTINGS = RulerConfig(lengths=[1000], tasks=["niah_multiquery", "fwe"], samples=2, sparsities=[0.0, 0.9], probes=[4])
 
 
 @pytest.fixture
@@ -49,64 +44,30 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
     assert (dense.ratio_to_dense, dense.extra["ratio_interval"]) == (1.0, [1.0, 1.0])
     assert gate.extra["ratio_interval"] == pytest.approx([0.8, 0.8])
     assert gate.extra["scores"]["vt"] == pytest.approx([0.8, 0.4, 0.1])
+    assert [(each["answer"], each["correct"]) for each in gate.extra["examples"]] == [(texts["gate"][n], False) for n in (0, 3)]
     assert gate.interval is not None
     assert gate.interval[1] - gate.interval[0] > 0.3
-
-
-@pytest.mark.slow
-def test_rows_of_all_methods(tmp_path: Path, haystack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded model's answers are replaced: half of the expected texts of each prompt."""
-    found: list[Sample] = []
-    encode, answer = ruler.encode, answers.answer
-
-    def known(tokenizer: Any, sample: Sample, chat: bool | None) -> Any:
-        found.append(sample)
-        return encode(tokenizer, sample, chat)
-
-    def half_right(loaded: Any, questions: Any, case: Any, advance: Any, batch_tokens: int) -> Any:
-        given = answer(loaded, [each._replace(max_new_tokens=2) for each in questions], case, advance, batch_tokens)
-        return given._replace(texts=[" and ".join(sample.answers[::2]) for sample in found])
-
-    monkeypatch.setattr(ruler, "encode", known)
-    monkeypatch.setattr(ruler, "answer", half_right)
-    squad = write(tmp_path / "squad.json", {"data": [{"paragraphs": [paragraph("A mill.", ("Whose?", ["Anna's", "hers"]))]}]})
-    settings = RulerConfig(**{**vars(SETTINGS), "haystack": haystack, "tasks": [*SETTINGS.asked(), "qa_1"], "squad": squad})
-    (tmp_path / "train.txt").write_text("Other words are what a model trains on.")
-    cfg = config(tmp_path, str(tmp_path / "train.txt"), tasks=["ruler"], baselines=["random"], ruler=settings)
-    folder = evaluate(replace(cfg, model=ModelConfig(name="tiny", path="embedded")))
-    rows = read_rows(folder)
-    assert len(found) == 6
-    assert {row["extra"]["length"] for row in rows.values()} == {1000}
-    for row in rows.values():
-        assert row["extra"]["niah_multiquery"] == 0.5
-        assert row["extra"]["fwe"] == pytest.approx(2 / 3)
-        assert row["extra"]["qa_1"] == 1
-        assert row["score"] == pytest.approx((0.5 + 2 / 3 + 1) / 3)
-        assert (row["samples"], row["ratio_to_dense"]) == (6, 1.0)
-        assert row["extra"]["ratio_interval"] == [1.0, 1.0]
-        assert [example["correct"] for example in row["extra"]["examples"]] == [False, False, True]
-    assert rows["random", "sparsity 0.9"]["sparsity"] > 0.5
-    assert rows["random", "sparsity 0"]["sparsity"] == 0
-    assert {"gate", "k-means"} <= {method.split(",")[0] for method, _ in rows}
-    assert (folder / "ruler.png").exists()
-    assert (folder / "ruler_grid.svg").exists()
-    header = (folder / "results.csv").read_text().partition("\n")[0].split(",")
-    assert {"niah_multiquery", "fwe"} <= set(header)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
 def test_the_leaderboard_is_one_command(haystack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    small = ["lengths=[1024]", "samples=1", "tasks=[vt]", "sparsities=[0.25]", "keys=[0.25]"]
+    squad = write(tmp_path / "squad.json", {"data": [{"paragraphs": [paragraph("A mill.", ("Whose?", ["Anna's", "hers"]))]}]})
+    small = ["lengths=[1024]", "samples=1", "tasks=[vt,qa_1]", "sparsities=[0.25]", "keys=[0.25]", f"squad={squad}"]
     methods = ["eval.baselines=[quest]", "eval.routers=[window]", "eval.key_shares=[0.75]"]
     ours = [f"eval.ruler.{each}" for each in (*small, f"haystack={haystack}")]
     succeed("eval", "eval=leaderboard", "tracker=none", "device=cpu", *ours, *methods)
-    heading, *lines = Path("outputs/tiny/base/eval/ruler.md").read_text().splitlines()
-    assert heading.startswith("RULER, 1 prompts of 1,024 tokens")
+    folder = Path("outputs/tiny/base/eval")
+    heading, *lines = (folder / "ruler.md").read_text().splitlines()
+    assert heading.startswith("RULER, 2 prompts of 1,024 tokens")
     assert lines[1] == "| method | 0 % | 25 % | 75 % |"
     assert {line.split(" | ")[0] for line in lines[3:]} >= {"| dense", "| gate", "| Quest bounds", "| sink and window"}
-    assert {"results.csv", "ruler.png"} <= {each.name for each in Path("outputs/tiny/base/eval").iterdir()}
+    assert {"ruler.png", "ruler_grid.svg"} <= {each.name for each in folder.iterdir()}
+    assert {"vt", "qa_1"} <= set((folder / "results.csv").read_text().partition("\n")[0].split(","))
+    rows = read_rows(folder)
+    assert all(row["score"] == pytest.approx((row["extra"]["vt"] + row["extra"]["qa_1"]) / 2) for row in rows.values())
+    assert rows["gate, top-k", "sparsity 0.25"]["sparsity"] == pytest.approx(0.25, abs=0.1)
 
 
 def test_generation_ends_when_the_answer_is_complete() -> None:
