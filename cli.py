@@ -181,7 +181,7 @@ def generate(
     multirun: Multirun = False,
 ) -> None:
     """Answer a prompt with dense and with sparse attention, or chat."""
-    from msattn.trainer.commands.generate import read_prompt
+    from msattn.trainer.commands.own import read_prompt
     from msattn.trainer.errors import UserError
 
     if chat and multirun:

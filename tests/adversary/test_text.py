@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from msattn.trainer.commands.generate import read_prompt
+from msattn.trainer.commands.own import read_prompt
 from msattn.trainer.config import DataConfig
 from msattn.trainer.config import text_files as reading
 from msattn.trainer.data import documents

@@ -7,9 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from msattn.trainer import data
 from msattn.trainer.config import (
     DataConfig,
@@ -28,10 +25,8 @@ from msattn.trainer.config import (
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.job import Job, PartialRows
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.tasks.perplexity import prefill
-from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.progress import Progress
 from tests.factory import tiny_architecture
 
@@ -76,14 +71,8 @@ def timed_config(outputs: Path, **changes: object) -> EvalRunConfig:
 
 def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[LayerInputs], object]) -> None:
     """Calls ``measure(x)`` with the inputs of each layer of a prefill of 160 held-out tokens."""
-
-    def attend(x: LayerInputs) -> Tensor:
-        measure(x)
-        return dense_attention(x)
-
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
-    with torch.inference_mode(), tap(loaded.model, attend):
-        prefill(loaded, chunks[0]["input_ids"])
+    visit_layers(loaded.model, measure, [chunks[0]])
 
 
 def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]]:

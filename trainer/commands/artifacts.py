@@ -5,6 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msattn.trainer.config.select import ROUTERS
+from msattn.trainer.config.values import shown
+from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.progress import activity
+from msattn.trainer.storage.documents import parse_yaml
+from msattn.trainer.storage.lock import locked
+from msattn.trainer.storage.model_files import ModelFiles, local_folder
+from msattn.trainer.storage.replace import replace_file
+
 if TYPE_CHECKING:
     from msattn.trainer.artifacts import Artifact
     from msattn.trainer.methods.gate.decode_gate import Finished
@@ -33,15 +42,9 @@ def _held(folder: Path) -> "dict[str, Artifact]":
 def configure(model: str, settings: Sequence[str]) -> None:
     """Checks options against a model, writes them into its ``config.json``, and prints them."""
     from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, with_settings
-    from msattn.trainer.config.values import shown
-    from msattn.trainer.errors import UserError, write_error
     from msattn.trainer.models.loading import pretrained_config
-    from msattn.trainer.progress import activity
     from msattn.trainer.serving.build import check_options
     from msattn.trainer.serving.options import artifact_options
-    from msattn.trainer.storage.lock import locked
-    from msattn.trainer.storage.model_files import ModelFiles, local_folder
-    from msattn.trainer.storage.replace import replace_file
 
     name = f"configure {shown(model)}"
     folder = local_folder(model)
@@ -65,10 +68,6 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
     """Returns key and value of ``key=value``; the path of an artifact is absolute, OWN if it is that of the model."""
     from msattn.trainer.artifacts.folders import is_hub_id
     from msattn.trainer.artifacts.model_config import OWN
-    from msattn.trainer.config.select import ROUTERS
-    from msattn.trainer.config.values import shown
-    from msattn.trainer.errors import UserError
-    from msattn.trainer.storage.documents import parse_yaml
 
     key, equals, value = text.partition("=")
     if not equals or not value:
@@ -85,7 +84,6 @@ def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
 def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None) -> None:
     """Converts gates released by SeerAttention's authors to an artifact; prints a description and how to try it."""
     from msattn.trainer.methods.gate.official import import_gate as run
-    from msattn.trainer.progress import activity
 
     with activity(f"importing {source}"):
         gate = run(source, folder, overwrite=overwrite, finished_at=finished_at)

@@ -72,7 +72,6 @@ def _package(name: str) -> str | None:
 
 
 def _library(name: str, note: str = "") -> Check:
-    """Checks a package that msattn requires."""
     installed = _package(name)
     if installed is None:
         return Check(name, "not installed", False, _install(name))

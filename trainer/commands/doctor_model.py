@@ -68,7 +68,6 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
 
 
 def _refusal(config: "PreTrainedConfig") -> str | None:
-    """Returns the reason why no layer can be sparse, or None."""
     from msattn.trainer import models
 
     try:
@@ -79,7 +78,6 @@ def _refusal(config: "PreTrainedConfig") -> str | None:
 
 
 def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int]) -> Iterator[str]:
-    """Yields the parts that stay dense, with reasons."""
     from msattn.trainer import models
 
     reasons: dict[str, list[int]] = {}
@@ -106,7 +104,6 @@ def _numbers(layers: list[int]) -> str:
 
 
 def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator[Row]:
-    """Yields the lengths from which sparse attention is faster on this machine."""
     from msattn.trainer import models
     from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
 

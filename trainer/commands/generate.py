@@ -1,47 +1,35 @@
 """``msattn generate``: answers a prompt with dense attention and with a model's artifacts."""
 
-from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
+from rich.console import Console
+from torch import Tensor
+
+from msattn.trainer.commands.chat import chat as run_chat
+from msattn.trainer.commands.answers import (
+    Answer,
+    Clock,
+    check_fits,
+    common_prefix,
+    describe,
+    format_number,
+    generate_greedily,
+    load_served,
+    tracked,
+)
 from msattn.trainer.config import GenerateConfig
-from msattn.trainer.config.text_files import is_unicode, read_text
-from msattn.trainer.config.values import shown
-from msattn.trainer.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import Tensor
-
-    from msattn.trainer.commands.answers import Answer
-    from msattn.trainer.models import Loaded
+from msattn.trainer.evaluate.report.tables import with_columns
+from msattn.trainer.models import Loaded
+from msattn.trainer.models.chat import encode_prompt
+from msattn.trainer.progress import activity
+from msattn.trainer.serving.attach import attach
 
 
-def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    if (prompt is None) == (prompt_file is None):
-        raise UserError("give one of --prompt and --prompt-file, or --chat")
-    where = "--prompt" if prompt_file is None else f"--prompt-file {shown(prompt_file)}"
-    text = str(prompt) if prompt_file is None else read_text(prompt_file, where)
-    if not is_unicode(text):
-        raise UserError(f"{where}: not UTF-8")
-    if not text.strip():
-        raise UserError(f"{where}: empty")
-    return text
-
-
-def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str, Answer]":
+def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Answer]:
     """Generates with dense and with sparse attention, prints and returns both answers; with ``chat`` it chats instead."""
-    from rich.console import Console
-
-    from msattn.trainer.commands.answers import check_fits, describe, load_served, tracked
-    from msattn.trainer.models.chat import encode_prompt
-    from msattn.trainer.progress import activity
-    from msattn.trainer.serving.attach import attach
-
     if chat:
-        from msattn.trainer.commands.chat import chat as run
-
-        run(cfg, prompt)
+        run_chat(cfg, prompt)
         return {}
     served = load_served(cfg)
     loaded = served.loaded
@@ -70,9 +58,7 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> "dict[str,
     return results
 
 
-def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) -> "Answer":
-    from msattn.trainer.commands.answers import Answer, Clock, generate_greedily
-
+def _greedy(loaded: Loaded, ids: Tensor, max_new_tokens: int, context: AbstractContextManager[Any]) -> Answer:
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
     with context as sparse:
         generate_greedily(loaded, ids, max_new_tokens, clock)
@@ -80,10 +66,7 @@ def _greedy(loaded: "Loaded", ids: "Tensor", max_new_tokens: int, context: Any) 
     return Answer(tokenizer.decode(clock.tokens), clock, stats)
 
 
-def _print_figures(results: "dict[str, Answer]", prompt_tokens: int, console: "Console") -> None:
-    from msattn.trainer.commands.answers import common_prefix, format_number
-    from msattn.trainer.evaluate.report.tables import with_columns
-
+def _print_figures(results: dict[str, Answer], prompt_tokens: int, console: Console) -> None:
     headers = ["", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"]
     table = with_columns(f"{prompt_tokens} prompt tokens", headers, [""])
     for name, result in results.items():

@@ -168,12 +168,10 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any], started: l
 
 
 def _disk_error(error: Exception, command: str, folder: Path) -> UserError | Fault | None:
-    """Returns one line for an error of a full or failing disk; None for other errors."""
     return disk_error(error, folder, resumes=COMMANDS[command].resumes) if isinstance(error, OSError) else None
 
 
 def _shortage(error: Exception, sizes: str) -> UserError | None:
-    """Returns one line for an error that shows that the machine is too small for the job; None for other errors."""
     import torch
 
     reason = first_line(error).partition(". ")[0]

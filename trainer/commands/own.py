@@ -1,4 +1,4 @@
-"""``--model`` and ``--data``: the Hydra overrides for the user's own model and text."""
+"""``--model``, ``--data`` and ``--prompt``: the user's own model, as Hydra overrides, text and prompt."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
-from msattn.trainer.config.text_files import refused, text_files
+from msattn.trainer.config.text_files import is_unicode, read_text, refused, text_files
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.storage.model_files import GGUF, ModelFiles, local_model
@@ -41,6 +41,18 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
         text_files("--data", data)
         found += ["data=text", f"data.path={_quoted(data)}"]
     return found
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise UserError("give one of --prompt and --prompt-file, or --chat")
+    where = "--prompt" if prompt_file is None else f"--prompt-file {shown(prompt_file)}"
+    text = str(prompt) if prompt_file is None else read_text(prompt_file, where)
+    if not is_unicode(text):
+        raise UserError(f"{where}: not UTF-8")
+    if not text.strip():
+        raise UserError(f"{where}: empty")
+    return text
 
 
 def _model_overrides(model: str, command: str) -> list[str]:

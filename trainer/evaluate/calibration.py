@@ -34,9 +34,8 @@ from msattn.trainer.methods.thresholds import (
 )
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
-from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.storage.hashes import file_hash
 
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
@@ -214,7 +213,6 @@ def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> C
     return replace(methods, bucket_routings=matched, notes=notes)
 
 
-@torch.inference_mode()
 def measure_curves(loaded: Loaded, routings: list[ComparedRouting], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
     """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read: fp64 ``[C + 1]``.
 
@@ -222,13 +220,12 @@ def measure_curves(loaded: Loaded, routings: list[ComparedRouting], chunks: list
     """
     found: list[list[Tensor]] = [[] for _ in routings]
 
-    def measured_dense_attention(x: LayerInputs) -> Tensor:
+    def measure(x: LayerInputs) -> None:
         for routing, curves in zip(routings, found, strict=True):
             if x.layer in routing.router.layers and x.layer not in routing.dense_layers:
                 curves.append(share_curve(x, routing))
-        return dense_attention(x)
 
-    run_tapped(loaded.model, measured_dense_attention, chunks)
+    visit_layers(loaded.model, measure, chunks)
     every_layer_dense = torch.ones(1, dtype=torch.float64)
     return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
 

@@ -92,7 +92,6 @@ def evaluate(cfg: EvalRunConfig) -> Path:
 
 
 def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
-    """Yields the rows of each task, in the order of ``eval.tasks``."""
     from msattn.trainer.evaluate.report.context import CPU_NOTE
 
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
@@ -104,7 +103,6 @@ def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
 
 
 def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
-    """Prints the tables, the comparison with another evaluation, the verdict and the path of the report."""
     from msattn.trainer.evaluate.report import compare, verdict
 
     console = _print_tables(rows, notes)

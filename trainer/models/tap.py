@@ -9,7 +9,7 @@ removes all hooks and restores the configuration.
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import FULL, Family, attention_layers, decoder, family_of, layer_kinds, max_length
-from msattn.trainer.models.layer_attention import LayerInputs, causal_attention
+from msattn.trainer.models.layer_attention import LayerInputs, causal_attention, dense_attention
 from msattn.trainer.models.stand_ins import NotCopied
 
 if TYPE_CHECKING:
@@ -343,3 +343,20 @@ def run_tapped(model: "PreTrainedModel", attend: Attend, chunks: Iterable[Mappin
     with tap(model, attend):
         for chunk in chunks:
             run_backbone(model, chunk["input_ids"][None].to(model.device))
+
+
+@torch.inference_mode()
+def visit_layers(
+    model: "PreTrainedModel",
+    see: Callable[[LayerInputs], object],
+    chunks: Iterable[Mapping[str, Tensor]],
+    layers: Collection[int] | None = None,
+) -> None:
+    """Calls ``see`` with the inputs of each layer, or of each of ``layers``, in a dense pass over each of ``chunks``."""
+
+    def seen_dense_attention(x: LayerInputs) -> Tensor:
+        if layers is None or x.layer in layers:
+            see(x)
+        return dense_attention(x)
+
+    run_tapped(model, seen_dense_attention, chunks)

@@ -73,7 +73,6 @@ def _loaded(overrides: tuple[str, ...]) -> Any:
 
 
 def _configured(part: Part, length: int) -> Any:
-    """Returns the configuration of ``msattn eval`` for a part at a length."""
     sizes = [f"eval.perplexity.length={length}", *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval"))]
     longest = f"data.seq_len={max(part.lengths)}"  # thresholds are calibrated at this length
     tasks = f"eval.tasks=[{','.join(part.tasks)}]"

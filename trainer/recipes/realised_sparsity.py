@@ -18,8 +18,7 @@ from msattn.trainer import data, models
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate import calibration, compared
-from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.tap import LayerInputs, run_tapped
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.recipes import argument_parser
 
 LONG = 16  # counted rows have more visible blocks
@@ -46,14 +45,13 @@ def main() -> None:
         chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, **size)
         shares: dict[tuple[str, float], dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
 
-        def counted(x: LayerInputs, shares: Any = shares) -> Tensor:
+        def count(x: LayerInputs, shares: Any = shares) -> None:
             scores = {name: selection.scorer(x) for name, _, selection in settings}
             for name, sparsity, selection in settings:
                 mask, visible = selection.choose(scores[name], x), selection.candidates(x).row_visible[..., 0]
                 shares[name, sparsity][x.layer].append((1 - mask.sum(-1) / visible).mean((0, 1))[LONG:])
-            return dense_attention(x)
 
-        run_tapped(loaded.model, counted, (chunks[i] for i in range(len(chunks))))
+        visit_layers(loaded.model, count, (chunks[i] for i in range(len(chunks))))
         for (name, sparsity), by_layer in shares.items():
             rows = torch.stack([torch.stack(found).mean(0) for found in by_layer.values()])  # [layers, rows]
             layers, last = rows[:, :-1].mean(1), rows[:, -1].mean()

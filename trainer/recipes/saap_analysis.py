@@ -30,7 +30,7 @@ from msattn.trainer.evaluate.tasks.analysis.queries import Queries, Window, quer
 from msattn.trainer.evaluate.tasks.analysis.selectivity import read_in_stages
 from msattn.trainer.evaluate.tasks.analysis.task import chosen_layers
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.recipes import argument_parser
 
 BINS = (4, 16, 64)
@@ -146,8 +146,7 @@ def main() -> None:
     measures = Measures(partition, positions, window, heads, cfg.seed)
     options = {"seq_len": settings.length, "num_chunks": settings.num_chunks}
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, **options)
-    for i in range(len(chunks)):
-        partitions.visit(loaded, chunks[i]["input_ids"], layers, measures.add)
+    visit_layers(loaded.model, measures.add, (chunks[i] for i in range(len(chunks))), layers)
     print("layer,kv_head,measure,value")
     for layer, head, name, value in measures.rows():
         print(f"{layer},{head},{name},{value:.4f}")

@@ -19,6 +19,7 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
 from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Window, query_batches, query_positions
 from msattn.trainer.evaluate.tasks.reads import keys_read
+from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
@@ -174,9 +175,8 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
     for head in range(HEADS):
         for queries in query_batches(x, head, positions, WINDOW_KEYS):
             reads.add(head, queries)
-    errors = selectivity.Selectivity()
-    errors.add(0, reads)
-    rows = {(str(row.method), str(row.setting)): row for row in errors.rows(LENGTH)}
+    found = {(name, setting): MethodRecall(True, {0: [recall]}) for name, setting, recall in reads.recalls()}
+    rows = {(str(row.method), str(row.setting)): row for row in selectivity.error_rows(found, LENGTH)}
     assert {setting for name, setting in rows if name == "k-means"} == {"1 probe", "2 probes", "4 probes"}
     q, q_nope = (each[0, :, positions].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
     assert isinstance(method.router, KMeans)

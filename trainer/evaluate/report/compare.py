@@ -119,7 +119,6 @@ def score_text(task: str, score: float) -> str:
 
 
 def _of(row: EvalRow) -> tuple[str, str, str]:
-    """Returns task, length and batch as text, empty where there is none."""
     length, batch = row.extra.get("length"), row.extra.get("batch", 1)
     return row.task, f"{length:,}" if length else "", f"batch {batch}" if batch > 1 else ""
 
@@ -174,7 +173,6 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
 
 
 def _table(found: dict[str, list[EvalRow]]) -> "Table":
-    """Returns a table with a line for each evaluation and trained method, and a column for each task and setting."""
     cells: dict[tuple[str, Method], dict[str, str]] = {}
     for name, rows in found.items():
         for row in (row for row in rows if row.method.is_trained):

@@ -82,7 +82,6 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
 
 
 def _time_axis(axes: "Axes", times: list[float]) -> None:
-    """Makes the x axis the time relative to dense attention, which is marked at 1."""
     axes.axvline(1, color=INK, linewidth=0.9)
     low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
     ticks, label = [tick for tick in RATIOS if low <= tick <= high], "time relative to dense attention (left of 1: faster)"

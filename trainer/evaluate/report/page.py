@@ -60,7 +60,6 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
 
 
 def _facts(about: dict[str, Any]) -> dict[str, str]:
-    """Returns the provenance of the results."""
     facts = {
         "created": about["created"],
         "machine": ", ".join(f"{key} {value}" for key, value in about["machine"].items()),

@@ -71,7 +71,6 @@ def _dense_lines(rows: list[EvalRow]) -> dict[str, Line]:
 
 
 def _plot(axes: "Axes", dense: dict[str, Line], sparse: list[EvalRow]) -> None:
-    """Plots lines on logarithmic axes with a legend below them."""
     for number, (name, points) in enumerate(dense.items()):
         plot_line(axes, points, name, marker=".", linewidth=1.4, **DENSE_STYLES[number % 3])
     lines: dict[tuple[Method, Setting], list[EvalRow]] = {}

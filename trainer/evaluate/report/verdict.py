@@ -71,7 +71,6 @@ def show(rows: Sequence[EvalRow], console: "Console") -> None:
 
 
 def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
-    """Returns the line of the ``rows`` of a task in prefill or decoding."""
     first = next((row for row in rows if row.method.is_trained), rows[0])
     reference = min((row for row in rows if row.method == first.method), key=_reads)
     near = [

@@ -117,7 +117,6 @@ def read_tasks(cfg: EvalRunConfig) -> dict[str, list[LevalQuestion]]:
 
 
 def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQuestion]:
-    """Returns ``number`` of the questions, evenly spread; None: all."""
     count = min(number or len(questions), len(questions))
     return [questions[place * len(questions) // count] for place in range(count)]
 

@@ -11,15 +11,13 @@ from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.row import WINDOW, Setting
-from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.random import Random
-from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 
 MAP_SIDE = 64  # blocks; larger maps are max-pooled to this size
 BINS = 128  # groups of neighbouring keys in the picture of a decoded token
@@ -55,7 +53,10 @@ class PrefillReads:
 
 @dataclass
 class DecodingReads:
-    """Keys that the newest token reads with ``probes`` buckets, in the layer and head with the most mass outside the window."""
+    """Keys that the newest token reads with ``probes`` buckets, in the layer and head with the most mass outside the window.
+
+    ``stored`` has shares of mass and of keys in up to ``BINS`` groups of neighbouring keys.
+    """
 
     methods: list[ComparedRouting]
     probes: int
@@ -81,15 +82,12 @@ class DecodingReads:
                 "keys": x.num_keys,
                 "mass": _rounded(_bins(mass[head]).sum(-1)),
                 "reads": {method.label: _summary(read[head], mass[head]) for method, read in reads.items()},
+                "setting": str(Setting("probes", self.probes)),
             }
 
-    def data(self) -> dict[str, Any]:
-        """Returns the layer, the head, and shares of mass and of keys in up to ``BINS`` groups of neighbouring keys."""
-        return self.stored | {"setting": str(Setting("probes", self.probes))}
 
-
-def collect(loaded: Loaded, input_ids: Tensor, methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
-    """Runs one prefill of ``input_ids [N]`` and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
+def collect(loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
+    """Runs one prefill of a chunk and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
 
     Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
     """
@@ -107,19 +105,17 @@ def collect(loaded: Loaded, input_ids: Tensor, methods: Compared, cfg: EvalRunCo
         buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)
         decoded = DecodingReads(methods.bucket_routings, min(methods.bucket_routings[0].probes, buckets))
 
-    def recorded_dense_attention(x: LayerInputs) -> Tensor:
+    def add(x: LayerInputs) -> None:
         for part in (maps, decoded):
             if part:
                 part.add(x)
-        return dense_attention(x)
 
-    with torch.inference_mode(), tap(loaded.model, recorded_dense_attention):
-        prefill(loaded, input_ids)
+    visit_layers(loaded.model, add, [chunk])
     found: dict[Method, dict[str, Any]] = {}
     if maps:
         found[maps.method.method] = {"maps": maps.data()}
     if decoded and decoded.stored:
-        found[methods.bucket_routings[0].method] = {"decoded": decoded.data()}
+        found[methods.bucket_routings[0].method] = {"decoded": decoded.stored}
     return found
 
 

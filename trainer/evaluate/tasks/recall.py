@@ -23,7 +23,7 @@ from msattn.trainer.evaluate.intervals import mean_interval, within
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.task import ERROR, SHARE, Task
-from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
+from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
@@ -32,7 +32,7 @@ from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.models.tap import LayerInputs, run_tapped
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
 
@@ -97,12 +97,11 @@ def run(job: Job) -> list[EvalRow]:
         advance()
         return dense.out
 
-    for i in range(len(chunks)):
-        with torch.inference_mode(), tap(loaded.model, measured_dense_attention):
-            prefill(loaded, chunks[i]["input_ids"])
+    with torch.inference_mode():
+        run_tapped(loaded.model, measured_dense_attention, (chunks[i] for i in range(len(chunks))))
     blocks_first = sorted(recalls.items(), key=lambda item: item[1].routed)
     rows = [recall.as_row(method, label, settings.length) for (method, label), recall in blocks_first]
-    for method, pictures in collect(loaded, chunks[0]["input_ids"], methods, cfg).items():
+    for method, pictures in collect(loaded, chunks[0], methods, cfg).items():
         own = [i for i, row in enumerate(rows) if row.method == method]
         if own:  # with 0 probes only, there is just the row of the window
             rows[own[-1]] = replace(rows[own[-1]], extra=rows[own[-1]].extra | pictures)

@@ -147,7 +147,6 @@ def _warm_up(manager: Any, prompts: list[list[int]]) -> None:
 
 
 def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
-    """Returns the finished requests, as transformers' ``GenerationOutput``."""
     asked = manager.add_requests(prompts, max_new_tokens=tokens, record_timestamps=True)
     done: dict[str, Any] = {}
     while len(done) < len(asked):

@@ -1,6 +1,5 @@
 """k-means partitions for an analysis: those of the artifacts, and fitted ones of the other kind and of other sizes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,15 +12,13 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.tasks.analysis.queries import Window
-from msattn.trainer.evaluate.tasks.perplexity import prefill
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.base import ROPE
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 
 POINTS_PER_BUCKET = 128  # training keys of each head, for each bucket
 MIN_CHUNKS = 4  # chunks of training text
@@ -56,18 +53,6 @@ def k_means(routings: list[ComparedRouting]) -> dict[bool, ComparedRouting]:
     return found
 
 
-def visit(loaded: Loaded, input_ids: Tensor, layers: list[int], see: Callable[[LayerInputs], object]) -> None:
-    """Runs a dense prefill of ``input_ids [N]`` and calls ``see`` with the inputs of each of ``layers``, one after another."""
-
-    def seen_dense_attention(x: LayerInputs) -> Tensor:
-        if x.layer in layers:
-            see(x)
-        return dense_attention(x)
-
-    with torch.inference_mode(), tap(loaded.model, seen_dense_attention):
-        prefill(loaded, input_ids)
-
-
 def num_buckets(cfg: EvalRunConfig, methods: Compared) -> int:
     """Returns the number of buckets of the first routing, or that of the model's presets."""
     routers = [routing.router.num_buckets for routing in methods.bucket_routings]
@@ -81,12 +66,6 @@ def other_sizes(cfg: EvalRunConfig, methods: Compared) -> list[int]:
     return [size for size in dict.fromkeys([main // 4] if given is None else given) if size not in (0, main)]
 
 
-def num_training_chunks(cfg: EvalRunConfig, methods: Compared) -> int:
-    """Returns how many training chunks hold ``POINTS_PER_BUCKET`` keys for each bucket of the largest partition."""
-    points = POINTS_PER_BUCKET * max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
-    return max(MIN_CHUNKS, -(-points // (cfg.eval.analysis.length - 1)))
-
-
 def window_of(cfg: EvalRunConfig, methods: Compared) -> Window:
     """Returns the window of the first routing, else the configured one or that of the model's presets."""
     for routing in methods.bucket_routings:
@@ -96,13 +75,17 @@ def window_of(cfg: EvalRunConfig, methods: Compared) -> Window:
 
 
 def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKeys:
-    """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out."""
+    """Collects keys of ``layers`` at random positions of training chunks, the attention sink left out.
+
+    There are ``POINTS_PER_BUCKET`` keys of each head for each bucket of the largest partition.
+    """
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
-    length, count = cfg.eval.analysis.length, num_training_chunks(cfg, methods)
+    length, largest = cfg.eval.analysis.length, max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
+    points = POINTS_PER_BUCKET * largest
+    count = max(MIN_CHUNKS, -(-points // (length - 1)))
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, seq_len=length, num_chunks=count)
-    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
-    per_chunk = min(length - 1, -(-POINTS_PER_BUCKET * largest // len(chunks)))
+    per_chunk = min(length - 1, -(-points // len(chunks)))
     check_num_keys(loaded, length, len(chunks) * per_chunk, largest, len(layers))
     generator = torch.Generator().manual_seed(cfg.seed)
     before, after = ({layer: list[Tensor]() for layer in layers} for _ in range(2))
@@ -115,7 +98,7 @@ def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKey
             after[x.layer].append(x.k[0, :, chosen].cpu())
             advance()
 
-        visit(loaded, chunks[i]["input_ids"], layers, keep)
+        visit_layers(loaded.model, keep, [chunks[i]], layers)
     joined = ({layer: torch.cat(parts, dim=1) for layer, parts in each.items()} for each in (before, after))
     return TrainingKeys(*joined, num_chunks=len(chunks))
 

@@ -1,5 +1,6 @@
 """Queries and keys of a head in a plane (SAAP, figure 1): they lie apart, so that a partition of keys suits queries badly."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,29 +72,24 @@ class Planes:
                     picture = _picture(plane, keys[1:], queries, sinks=(keys[:1], all_queries[:, 0]))
                     self.pictures[stage].append({"layer": x.layer, "head": head, **picture})
 
-    def rows(self, length: int) -> list[EvalRow]:
-        """Returns one row before and one after RoPE; the score is the mean cosine of mean key and mean query."""
-        return [self._row(stage, length) for stage in STAGES]
-
-    def _row(self, stage: str, length: int) -> EvalRow:
-        by_layer = self.numbers[stage]
-        layers = sorted(by_layer)
-        table = {name: [[head[name] for head in by_layer[layer]] for layer in layers] for name in by_layer[layers[0]][0]}
-        means = {name: float(torch.tensor(values).mean()) for name, values in table.items()}
-        extra = {
-            "length": length,
-            "negative_products": means["negative_products"],
-            "explained": means["explained"],
-            "layers": layers,
-            "kv_heads": self.heads,
-            "heads": table["cosine"],
-            "negative_products_heads": table["negative_products"],
-            "planes": self.pictures[stage],
-        }
-        score = means["cosine"]
-        return EvalRow(
-            "analysis", Method("queries and keys"), Setting(stage), score, "cosine of the means", samples=1, extra=extra
-        )
+    def rows(self, length: int) -> Iterator[EvalRow]:
+        """Yields one row before and one after RoPE; the score is the mean cosine of mean key and mean query."""
+        for stage, by_layer in self.numbers.items():
+            layers, numbers = sorted(by_layer), ("cosine", "negative_products", "explained")
+            table = {name: [[head[name] for head in by_layer[layer]] for layer in layers] for name in numbers}
+            score, negative, explained = (float(torch.tensor(values).mean()) for values in table.values())
+            extra = {
+                "length": length,
+                "negative_products": negative,
+                "explained": explained,
+                "layers": layers,
+                "kv_heads": self.heads,
+                "heads": table["cosine"],
+                "negative_products_heads": table["negative_products"],
+                "planes": self.pictures[stage],
+            }
+            method, name = Method("queries and keys"), "cosine of the means"
+            yield EvalRow("analysis", method, Setting(stage), score, name, samples=1, extra=extra)
 
 
 def _picture(

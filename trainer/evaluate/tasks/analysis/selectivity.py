@@ -142,17 +142,7 @@ def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
     return [LayerRecall(mass[:, s], error[:, s], share[s]) for s in range(len(share) - 1)]
 
 
-@dataclass
-class Selectivity:
-    """Recall of each method and setting, with the fields of ``eval=recall``; a query group shares the probes of its routers."""
-
-    recalls: dict[tuple[Method, Setting], MethodRecall] = field(default_factory=dict)
-
-    def add(self, layer: int, reads: LayerReads) -> None:
-        for method, setting, recall in reads.recalls():
-            self.recalls.setdefault((method, setting), MethodRecall(True)).by_layer[layer].append(recall)
-
-    def rows(self, length: int) -> list[EvalRow]:
-        """Returns a row for each method and setting; the score is the attention mass that is read."""
-        rows = [recall.as_row(method, setting, length) for (method, setting), recall in self.recalls.items()]
-        return [replace(row, task="analysis", extra=row.extra | {"missed_mass": 1 - row.score}) for row in rows]
+def error_rows(recalls: dict[tuple[Method, Setting], MethodRecall], length: int) -> list[EvalRow]:
+    """Returns a row for each method and setting, with the fields of ``eval=recall``; the score is the mass that is read."""
+    rows = [recall.as_row(method, setting, length) for (method, setting), recall in recalls.items()]
+    return [replace(row, task="analysis", extra=row.extra | {"missed_mass": 1 - row.score}) for row in rows]

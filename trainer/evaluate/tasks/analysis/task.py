@@ -6,6 +6,8 @@
 - :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
 """
 
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +17,19 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import EvalRow
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import ERROR, NAME, Task
 from msattn.trainer.evaluate.tasks.analysis import partitions
 from msattn.trainer.evaluate.tasks.analysis.bucket_sizes import SampledBuckets
 from msattn.trainer.evaluate.tasks.analysis.planes import Planes
 from msattn.trainer.evaluate.tasks.analysis.queries import query_batches, query_positions
-from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, Selectivity
+from msattn.trainer.evaluate.tasks.analysis.selectivity import LayerReads, error_rows
 from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
+from msattn.trainer.evaluate.tasks.recall import MethodRecall
+from msattn.trainer.methods.base import Method
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.tap import LayerInputs, visit_layers
 
 NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 
@@ -43,7 +47,8 @@ def run(job: Job) -> list[EvalRow]:
     chunks = heldout_chunks(job, settings.length, settings.num_chunks)
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
-    planes, mass, errors = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads), Selectivity()
+    planes, mass = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads)
+    errors: dict[tuple[Method, Setting], MethodRecall] = defaultdict(partial(MethodRecall, routed=True))
     advance = job.bar("analysis", len(chunks) * len(layers) * len(heads))
 
     def measure(x: LayerInputs) -> None:
@@ -59,12 +64,12 @@ def run(job: Job) -> list[EvalRow]:
                 reads.add(head, queries)
             mass.add_blocks(x, head)
             advance()
-        errors.add(x.layer, reads)
+        for method, setting, recall in reads.recalls():
+            errors[method, setting].by_layer[x.layer].append(recall)
 
-    for i in range(len(chunks)):
-        partitions.visit(loaded, chunks[i]["input_ids"], layers, measure)
+    visit_layers(loaded.model, measure, (chunks[i] for i in range(len(chunks))), layers)
     length = settings.length
-    return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *errors.rows(length)]
+    return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *error_rows(errors, length)]
 
 
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:

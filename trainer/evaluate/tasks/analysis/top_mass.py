@@ -1,6 +1,7 @@
 """Attention mass in the top keys, by head (SAAP, figure 3), and in the top blocks of a prefill."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -26,9 +27,9 @@ def share_in_top(mass: Tensor, counts: Tensor) -> Tensor:
 
 
 def top_keys(queries: Queries, mask: Tensor) -> Tensor:
-    """Returns the share of the mass of the keys in ``mask [n, M]`` that their top ``SHARES`` have, summed over n."""
+    """Returns the share of the mass of the keys in ``mask [n, M]`` that their top ``SHARES`` have: fp64 ``[group, n, S]``."""
     mass = queries.logits.masked_fill(~mask, -torch.inf).softmax(-1)
-    return share_in_top(mass, counts_of(SHARES, mask.sum(-1))).double().sum(1)
+    return share_in_top(mass, counts_of(SHARES, mask.sum(-1))).double()
 
 
 def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
@@ -57,47 +58,39 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
 
 @dataclass
 class TopMass:
-    """Sums of the share of mass: ``{(kind, layer, key/value head): (sum [group, S] over queries, their number)}``."""
+    """Shares of the mass of queries or query blocks, ``[group, n, S]``, by kind, layer and key/value head."""
 
     block_size: int
     heads: list[int]
-    sums: dict[tuple[str, int, int], tuple[Tensor, int]] = field(default_factory=dict)
+    shares: dict[tuple[str, int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def add_queries(self, x: LayerInputs, head: int, queries: Queries) -> None:
         """Adds the mass in the top keys of all visible keys, and of those outside the window."""
         for kind, mask in ((ALL, queries.visible), (FAR, queries.far)):
-            self._add((kind, x.layer, head), top_keys(queries, mask), len(queries.positions))
+            self.shares[kind, x.layer, head].append(top_keys(queries, mask).cpu())
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
         found = top_blocks(x, head, self.block_size)
         if found is not None:
-            self._add((f"blocks of {self.block_size}", x.layer, head), found.sum(1), found.shape[1])
+            self.shares[f"blocks of {self.block_size}", x.layer, head].append(found.cpu())
 
-    def rows(self, length: int, num_chunks: int) -> list[EvalRow]:
-        """Returns a row for each kind; the score is the mean share of mass in the top ``SCORED`` of the keys or blocks."""
-        kinds = defaultdict(set)
-        for kind, layer, _ in self.sums:
-            kinds[kind].add(layer)
-        return [self._row(kind, sorted(layers), length, num_chunks) for kind, layers in kinds.items()]
-
-    def _add(self, key: tuple[str, int, int], total: Tensor, count: int) -> None:
-        before, number = self.sums.get(key, (torch.zeros_like(total, device="cpu"), 0))
-        self.sums[key] = before + total.cpu(), number + count
-
-    def _row(self, kind: str, layers: list[int], length: int, num_chunks: int) -> EvalRow:
-        means = [[total / count for head in self.heads for total, count in [self.sums[kind, layer, head]]] for layer in layers]
-        by_head = torch.stack([torch.cat(heads) for heads in means])  # [layers, Hq, S]
-        scored = SHARES.index(SCORED)
-        curve = by_head.mean((0, 1)).tolist()
-        extra = {
-            "length": length,
-            **{f"top {share:.0%}": mass for share, mass in zip(SHARES, curve, strict=True)},
-            "layers": layers,
-            "kv_heads": self.heads,
-            "heads": by_head[..., scored].tolist(),
-            "shares": list(SHARES),
-            "by_layer": by_head.mean(1).tolist(),
-            "by_head": by_head.tolist(),
-        }
-        method, name = MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS, f"mass in the top {SCORED:.0%}"
-        return EvalRow("analysis", method, Setting(kind), curve[scored], name, samples=num_chunks, extra=extra)
+    def rows(self, length: int, num_chunks: int) -> Iterator[EvalRow]:
+        """Yields a row for each kind; the score is the mean share of mass in the top ``SCORED`` of the keys or blocks."""
+        scored, name = SHARES.index(SCORED), f"mass in the top {SCORED:.0%}"
+        for kind in dict.fromkeys(kind for kind, _, _ in self.shares):
+            layers = sorted({layer for each, layer, _ in self.shares if each == kind})
+            every = [[torch.cat(self.shares[kind, layer, head], 1) for head in self.heads] for layer in layers]
+            by_head = torch.stack([torch.cat(heads).mean(1) for heads in every])  # [layers, Hq, S]
+            curve = by_head.mean((0, 1)).tolist()
+            extra = {
+                "length": length,
+                **{f"top {share:.0%}": mass for share, mass in zip(SHARES, curve, strict=True)},
+                "layers": layers,
+                "kv_heads": self.heads,
+                "heads": by_head[..., scored].tolist(),
+                "shares": list(SHARES),
+                "by_layer": by_head.mean(1).tolist(),
+                "by_head": by_head.tolist(),
+            }
+            method = MASS_IN_KEYS if kind in (FAR, ALL) else MASS_IN_BLOCKS
+            yield EvalRow("analysis", method, Setting(kind), curve[scored], name, samples=num_chunks, extra=extra)
