@@ -118,14 +118,6 @@ def test_a_run_writes_its_configuration(msattn: Run, here: Path, job: list) -> N
     assert yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) == ["train.steps=3", "outputs=out", "name=mine"]
 
 
-@pytest.mark.slow
-def test_a_sweep_names_its_jobs_by_number(msattn: Run, here: Path, job: list) -> None:
-    code, _, err = msattn("train-gate", "-m", "train.lr=1e-3,1e-4")
-    assert (code, err) == (0, "")
-    assert [(cfg.name, cfg.train.lr) for cfg, _ in job] == [("0", 1e-3), ("1", 1e-4)]
-    assert sorted(p.name for p in (here / "outputs/tiny").iterdir()) == ["0", "1", "multirun.yaml"]
-
-
 def test_config_dir_adds_options(msattn: Run, here: Path, job: list) -> None:
     folder = here / "it's ${oc.env:HOME}"
     (folder / "gate").mkdir(parents=True)

@@ -11,7 +11,7 @@ import pytest
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands import doctor
 from msattn.trainer.commands.doctor_model import doctor_model
-from msattn.trainer.commands.jobs import Command
+from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.models import EMBEDDED
 from tests.commands.conftest import Run
 from tests.factory import tiny_config
@@ -42,13 +42,13 @@ def test_a_folder_without_weights(here: Path) -> None:
 def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """All but the jobs themselves, which would load the model."""
     ran = []
-    monkeypatch.setattr(Command, "run", lambda command, cfg, arguments: ran.append(command.config))
+    monkeypatch.setattr(Command, "run", lambda command, cfg, arguments: ran.append(type(cfg)))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     write_config(here / "mine")
     (here / "text.txt").write_text("def main(): ...")
     for line in dict(doctor_model(model))["next"].replace("FILE", "text.txt").splitlines():
         assert exit_code(*shlex.split(line)[1:]) == 0, line
-    assert ran == ["generate", "train_gate", "fit_kmeans", "train_qmodel", "eval"]
+    assert ran == [COMMANDS[name].schema for name in ("generate", "train-gate", "fit-kmeans", "train-qmodel", "eval")]
 
 
 def test_mixed_models_list_their_layers(here: Path) -> None:

@@ -13,15 +13,11 @@ from msattn.trainer.config.evaluate import ROUTERS
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.tasks import recall
-from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
 
 PRESET_BUCKETS = 8
-
 PARTIAL = ("LSH", "Twilight")  # read no more than the keys that collide, or that hold most of the attention
-
-NAMES = {name: str(untrained_router(name).method) for name in ROUTERS}
 
 
 def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.commands.jobs import COMMANDS
+from msattn.trainer.commands.jobs import COMMANDS, config_name
 from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
 from msattn.trainer.config.select import OWN_KEYS, SelectConfig, foreign_key
 from msattn.trainer.config.text_files import refused
@@ -36,7 +36,7 @@ def show(command: str, overrides: Sequence[str], *, kind: str, config_dir: Path 
     overrides = with_search_path(overrides, config_dir)
     with initialized_hydra(command) as hydra:
         typed_config(compose_raw(hydra, command, overrides), command)
-        hydra.show_cfg(COMMANDS[command].config, overrides, cfg_type=kind, package=None)
+        hydra.show_cfg(config_name(command), overrides, cfg_type=kind, package=None)
 
 
 def typed_config(composed: Any, command: str) -> JobConfig:
@@ -55,7 +55,7 @@ def compose_raw(hydra: Any, command: str, overrides: Sequence[str] = (), mode: s
 
     _check_numbers(overrides)
     try:
-        return hydra.compose_config(COMMANDS[command].config, list(overrides), RunMode[mode])
+        return hydra.compose_config(config_name(command), list(overrides), RunMode[mode])
     except (ValueError, TypeError) as error:  # not a HydraException: a group is null, or a list of numbers
         raise UserError(f"{first_line(error)}; a group takes one of its options, as in select=topk") from error
 
@@ -122,7 +122,7 @@ def _store_schemas(command: str) -> None:
     from hydra.core.config_store import ConfigStore
 
     store = functools.partial(ConfigStore.instance().store, provider="msattn")
-    store(name=f"{COMMANDS[command].config}_schema", node=defaults(COMMANDS[command].schema))
+    store(name=f"{config_name(command)}_schema", node=defaults(COMMANDS[command].schema))
     for policy in POLICIES:
         store(group="select", name=policy, node=SelectConfig(policy).as_dict())
     for scores in BASELINES:

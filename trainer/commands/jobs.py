@@ -11,14 +11,13 @@ from msattn.trainer.config import JobConfig
 
 @dataclass(frozen=True)
 class Command:
-    """A command: its YAML in ``conf/``, the schema of the configuration, and the job as ``module:function``.
+    """A command: the schema of its configuration, and the job as ``module:function``.
 
     ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the subfolders of the run that the job replaces,
     ``sizes`` the settings to reduce if the machine is too small, ``after_sweep`` a ``module:function`` that gets the results of
     all jobs of a sweep. In ``writes``, ``{kind}`` is the kind of the gates that the job trains.
     """
 
-    config: str
     schema: type[JobConfig]
     job: str
     first: str
@@ -45,6 +44,11 @@ class Command:
         return imported(self.job)(cfg, **arguments)
 
 
+def config_name(command: str) -> str:
+    """Returns the name of the YAML of a command in ``conf/``."""
+    return command.replace("-", "_")
+
+
 def imported(function: str) -> Callable[..., Any]:
     module, name = function.split(":")
     return getattr(importlib.import_module(f"msattn.trainer.{module}"), name)
@@ -52,35 +56,30 @@ def imported(function: str) -> Callable[..., Any]:
 
 COMMANDS = {
     "train-gate": Command(
-        "train_gate",
         schemas.TrainGateConfig,
         "methods.gate.train:train_gate",
         "model data data.path data.seq_len gate.phase gate.loss train.steps train.lr name overwrite",
         writes=("{kind}",),
     ),
     "fit-kmeans": Command(
-        "fit_kmeans",
         schemas.FitKMeansConfig,
         "methods.classifier.fit_kmeans:fit_kmeans",
         "model data data.path data.seq_len kmeans.num_buckets kmeans.num_prompts name device overwrite",
         writes=("kmeans",),
     ),
     "train-qmodel": Command(
-        "train_qmodel",
         schemas.TrainQModelConfig,
         "methods.classifier.train:train_qmodel",
         "model data data.path artifacts.kmeans qmodel.num_prompts train.steps train.lr name overwrite",
         writes=("qmodel",),
     ),
     "finetune": Command(
-        "finetune",
         schemas.FinetuneConfig,
         "finetune.run:finetune",
         "model data data.path data.seq_len artifacts.gate select.sparsity train.steps train.lr name",
         writes=("model", "gate"),
     ),
     "train-mta": Command(
-        "train_mta",
         schemas.TrainMtaConfig,
         "mta.train_mta:train_mta",
         "mta.attention mta.blocks mta.letters mta.asked train.steps train.batch_size train.lr name device overwrite",
@@ -88,7 +87,6 @@ COMMANDS = {
         sizes="mta.blocks or train.batch_size",
     ),
     "eval": Command(
-        "eval",
         schemas.EvalRunConfig,
         "evaluate.run:evaluate",
         "model eval select select.sparsity data data.path artifacts.gate probes recent name",
@@ -96,20 +94,17 @@ COMMANDS = {
         after_sweep="evaluate.report.compare:tabulate",
     ),
     "generate": Command(
-        "generate",
         schemas.GenerateConfig,
         "commands.generate:generate",
         "model select select.sparsity dense_below max_new_tokens artifacts.gate probes device",
     ),
     "serve": Command(
-        "serve",
         schemas.ServeConfig,
         "commands.serve:serve",
         "model dense artifacts.gate artifacts.qmodel select probes server.pages server.max_length",
         sizes="server.pages, server.batch_tokens or server.max_running",
     ),
     "bench": Command(
-        "bench",
         schemas.BenchRunConfig,
         "commands.bench:bench",
         "op device bench.lengths bench.heads bench.head_size bench.dtype bench.sparsities bench.direction bench.tune",

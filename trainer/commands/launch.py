@@ -16,7 +16,7 @@ from typing import Any
 
 from msattn.trainer import config as schemas
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, typed_config, with_search_path, without_hydra
-from msattn.trainer.commands.jobs import COMMANDS, imported
+from msattn.trainer.commands.jobs import COMMANDS, config_name, imported
 from msattn.trainer.config import JobConfig, typed
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, TrainingDiverged, UserError, disk_error, first_line, free_space
@@ -35,7 +35,7 @@ def launch(
     a training job is then its number, unless ``name`` is given or interpolates other values. ``config_dir`` has further groups.
     Raises UserError if the configuration is refused, and the UserError or Fault of a job.
     """
-    name = COMMANDS[command].config
+    name = config_name(command)
     overrides = with_search_path(overrides, config_dir)
     started: list[str] = []
     task = functools.partial(_run_job, command=command, arguments=arguments, started=started)

@@ -22,7 +22,6 @@ from msattn.trainer.evaluate.tasks.harness import main_metric
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.harness_tasks import GENERATED, log_likelihood, write_task
 from tests.evaluate.runs import config
-from tests.running import exit_code
 
 POSITIONS = 256  # of the model of config()
 TEXT = "the river ran past an old mill and nobody knew where it came from "
@@ -141,19 +140,14 @@ def test_dense_and_sparse_on_the_same_samples(
 def made_task(folder: Path) -> None:
     """A task that makes its prompts and reports by length, as lm_eval's RULER does."""
     (folder / "made.py").write_text(MADE)
-    keys: dict[str, Any] = {
-        "dataset_path": "",
-        "output_type": "generate_until",
-        "doc_to_text": "{{input}}",
-        "doc_to_target": "x",
-    }
-    keys["generation_kwargs"] = {"until": [], "max_gen_toks": 2, "do_sample": False}
+    keys: dict[str, Any] = {"dataset_path": "", "doc_to_text": "{{input}}", "doc_to_target": "x"}
+    keys |= GENERATED | {"generation_kwargs": {"until": [], "max_gen_toks": 2, "do_sample": False}}
     metrics = [{"metric": name, "aggregation": "!function made.mean", "higher_is_better": True} for name in ("64", "128")]
     functions = {"custom_dataset": "!function made.rows", "process_results": "!function made.scored", "metric_list": metrics}
-    write_task(folder, "made", **keys, **functions)
+    write_task(folder, "made", **keys | functions)
     metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     functions = {"custom_dataset": "!function made.one_length", "process_results": "!function made.score_of_one"}
-    write_task(folder, "babilong_one", **keys, **functions, metric_list=metrics)
+    write_task(folder, "babilong_one", **keys | functions | {"metric_list": metrics})
 
 
 @pytest.mark.slow
@@ -286,28 +280,17 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "eval.harness.tasks=[]: expected one or more tasks of lm_eval"),
-        (
-            ["eval.harness.tasks=[a]", "eval.harness.include_path=gone"],
-            "eval.harness.include_path=gone: expected a folder with YAML",
-        ),
-        (["eval.harness.tasks=[a]", "eval.harness.lengths=[9999999]"], "eval.harness.lengths=9999999: the model has positions"),
-        (["eval.harness.tasks=[a]"], "eval=harness: needs lm_eval; pip install 'msattn[harness]'"),
-    ],
-)
-def test_mistakes_without_lm_eval(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert exit_code("eval", "eval=harness", "tracker=none", "device=cpu", *arguments) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith(f"msattn: {message}")
+def test_mistakes_without_lm_eval(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for cfg, message in (
+        (settings(folder), r"eval\.harness\.tasks=\[\]: expected one or more tasks of lm_eval"),
+        (settings(tmp_path / "gone", "a"), r"eval\.harness\.include_path=.*gone: expected a folder with YAML"),
+        (settings(folder, "a", lengths=[9999999]), r"eval\.harness\.lengths=9999999: the model has positions"),
+        (settings(folder, "a"), r"eval=harness: needs lm_eval; pip install 'msattn\[harness\]'"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            evaluate(cfg)
 
 
 def test_the_main_metric() -> None:
