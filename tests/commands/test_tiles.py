@@ -12,8 +12,8 @@ import torch
 from msattn.kernels import bench, tuned
 from msattn.kernels.tuned import Tile
 from msattn.trainer.commands import bench as command
-from msattn.trainer.commands import tiles
 from msattn.trainer.commands.bench import bench as run
+from msattn.trainer.commands.bench import save_tiles
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.break_even import prefill_break_even
@@ -52,7 +52,7 @@ def test_path_of_the_tile_file(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_user_tiles_come_before_shipped_ones(gpu: None) -> None:
     shipped = tuned.pick("maxpool_attention", 128, torch.bfloat16, 90)
     assert shipped == tuned.TILES["maxpool_attention", 256, 90]
-    tiles.save_tiles(GPU, 256, {"maxpool_attention"}, {"maxpool_attention": (FAST, 1.1)})
+    save_tiles(GPU, 256, {"maxpool_attention"}, {"maxpool_attention": (FAST, 1.1)})
     assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == shipped, "read once per process"
     tuned._user_tiles_of.cache_clear()
     assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == FAST
@@ -62,9 +62,9 @@ def test_user_tiles_come_before_shipped_ones(gpu: None) -> None:
 
 
 def test_entries_of_other_kernels_and_head_sizes_remain() -> None:
-    tiles.save_tiles(GPU, 256, {"a", "b"}, {"a": (FAST, 1.1), "b": (OTHER, 1.2)})
-    tiles.save_tiles(GPU, 512, {"a"}, {"a": (OTHER, 1.3)}, commit="abc")
-    path = tiles.save_tiles(GPU, 256, {"b"}, {})
+    save_tiles(GPU, 256, {"a", "b"}, {"a": (FAST, 1.1), "b": (OTHER, 1.2)})
+    save_tiles(GPU, 512, {"a"}, {"a": (OTHER, 1.3)}, commit="abc")
+    path = save_tiles(GPU, 256, {"b"}, {})
     assert tuned.read_user_tiles(GPU) == {("a", 256): FAST, ("a", 512): OTHER}
     document = json.loads(path.read_text())
     assert document["format"] == tuned.FORMAT
@@ -83,12 +83,12 @@ def test_entries_of_other_kernels_and_head_sizes_remain() -> None:
     ],
 )
 def test_file_with_another_header_or_content_is_ignored(change: dict[str, Any] | None, message: str) -> None:
-    path = tiles.save_tiles(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
+    path = save_tiles(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
     path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
     with pytest.warns(UserWarning, match=message):
         assert tuned.read_user_tiles(GPU) == {}
     with pytest.warns(UserWarning, match="the shipped tiles are used"):
-        tiles.save_tiles(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
+        save_tiles(GPU, 256, {"a"}, {"a": (OTHER, 1.1)})
     assert tuned.read_user_tiles(GPU) == {("a", 256): OTHER}
 
 
@@ -96,7 +96,7 @@ def test_an_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MSATTN_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="set MSATTN_CACHE to another folder"):
-        tiles.save_tiles(GPU, 256, {"a"}, {})
+        save_tiles(GPU, 256, {"a"}, {})
 
 
 def test_break_even_length_by_sparsity_and_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_no_tile_is_saved_if_the_shipped_ones_have_no_time(swept: Callable[..., 
         for row in whole(operation, shape, options):
             yield replace(row, ms=None, note="not timed: out of memory") if row.variant == "shipped" else row
 
-    tiles.save_tiles(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
+    save_tiles(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
     whole = bench.sweep
     monkeypatch.setattr(bench, "sweep", sweep)
     with pytest.raises(UserError, match="no tile is saved; the shipped tiles at 96 keys: not timed: out of memory"):

@@ -1,4 +1,4 @@
-"""The lab model's experiments: all commands in lab.yaml compose and find what earlier ones write; names of sweeps."""
+"""Experiments: all commands in lab.yaml compose and find what earlier ones write; names of sweeps; recipes of evaluations."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,11 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 from msattn.trainer.commands import launch
+from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
+from msattn.trainer.models.families import max_length
+from msattn.trainer.models.loading import config_and_tokenizer
 from tests.running import exit_code
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
@@ -131,3 +134,48 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
     assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: expected a power of two in [16, 128]\n"
     assert not list(tmp_path.iterdir()), "a mistake must leave no files"
+
+
+LENGTHS = [8192, 16384, 32768, 65536, 131072]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "path", "split"),
+    [
+        ("documents_pg19", "emozilla/pg19", "test"),
+        ("documents_proofpile", "emozilla/proofpile-test-tokenized-mistral", "train"),
+    ],
+)
+def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
+    cfg = compose("eval", [f"experiment={recipe}", "model.init=random"])
+    assert (cfg.data.source, cfg.data.path, cfg.data.heldout_split) == ("hub", path, split)
+    assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
+    config, _ = config_and_tokenizer(cfg.model)
+    assert max_length(config) == max(LENGTHS)
+
+
+def test_the_teacher_has_twice_its_positions_with_yarn() -> None:
+    cfg, trained = compose("eval", ["experiment=teacher_yarn"]), compose("eval", ["model=teacher"])
+    assert (cfg.model.path, cfg.folder.name, cfg.data.seq_len) == (trained.model.path, "yarn", 65536)
+    assert cfg.eval.perplexity.length == 65536
+    assert cfg.eval.needle.lengths == cfg.eval.ruler.lengths == [65536]
+    config, _ = config_and_tokenizer(compose("eval", ["experiment=teacher_yarn", "model.init=random"]).model)
+    assert max_length(config) == 65536
+    assert config.rope_parameters["rope_type"] == "yarn"
+    assert config.rope_parameters["rope_theta"] == 1e6, "that of the model"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        (["model=llama3"], [4096, 16384, 65536]),
+        (["model=teacher"], [4096, 16384, 32768]),
+        (["model=teacher", "data.seq_len=16384"], [4096, 16384]),
+        (["model=tiny", "data.seq_len=1024"], [1024]),
+    ],
+)
+def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(overrides: list[str], lengths: list[int]) -> None:
+    cfg = compose("eval", ["eval=table", *overrides])
+    assert cfg.eval.ruler.lengths == lengths
+    assert cfg.eval.key_shares == [0.02, 0.05, 0.1]

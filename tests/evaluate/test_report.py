@@ -18,8 +18,8 @@ from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval
 from msattn.trainer.evaluate.report import files as report
 from msattn.trainer.evaluate.report import speed, style, tables
 from msattn.trainer.evaluate.report.context import context
-from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import page
+from msattn.trainer.evaluate.report.tables import leaderboard
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.timing import cost
 from tests.evaluate.named import named

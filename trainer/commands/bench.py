@@ -1,7 +1,9 @@
 """``msattn bench``: times a kernel and its peers; writes a table and a figure."""
 
+import json
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +13,8 @@ import torch
 from msattn.kernels import bench as kernels
 from msattn.kernels import tuned
 from msattn.kernels.bench import SHIPPED, BenchRow, Options, ReferenceMismatch, Shape
-from msattn.trainer.commands import bench_report, tiles
+from msattn.kernels.tuned import Tile
+from msattn.trainer.commands import bench_report
 from msattn.trainer.config import BenchRunConfig
 from msattn.trainer.errors import CheckFailed, UserError, write_error
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
@@ -119,12 +122,38 @@ def _save_faster_tiles(
     faster = kernels.faster_tiles(operation, options.backward, rows)
     swept = {kernel for kernel, _ in kernels.list_candidates(operation, options.backward)}
     size = tuned.head_bytes(padded_head(shape.head_size), shape.dtype)
-    path = tiles.save_tiles(rows[0].device, size, swept, faster, commit)
+    path = save_tiles(rows[0].device, size, swept, faster, commit)
     for kernel in sorted(swept):
         tile, speedup = faster.get(kernel, (None, 1.0))
         chosen = f"{'-'.join(map(str, tile))}, {speedup:.3f} x the speed of the shipped tile" if tile else "shipped tile kept"
         console.print(f"{kernel}: {chosen}", markup=False, soft_wrap=True)
     console.print(f"Tiles: [bold]{path}[/bold]", soft_wrap=True)
+
+
+def save_tiles(
+    gpu: str, head_bytes: int, swept: set[str], faster: Mapping[str, tuple[Tile, float]], commit: str | None = None
+) -> Path:
+    """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the file.
+
+    ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their shipped
+    tile. Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless they are of another version of Triton.
+    """
+    path = tuned.user_tiles_path(gpu)
+    new = [
+        {"kernel": kernel, "head_bytes": head_bytes, **tile._asdict(), "faster": round(speedup, 3), "commit": commit}
+        for kernel, (tile, speedup) in faster.items()
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            found = json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_user_tiles(gpu) else []
+            kept = [row for row in found if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
+            document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
+            with replace_file(path) as temporary:
+                temporary.write_text(document, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder") from error
+    return path
 
 
 def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed
 from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
-from msattn.trainer.evaluate.report.leaderboard import leaderboard
 from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.report.style import drawing, phone_path, stack_panels
+from msattn.trainer.evaluate.report.tables import leaderboard
 from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.replace import write_table

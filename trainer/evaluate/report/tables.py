@@ -1,6 +1,7 @@
 """Tables of rows: the cells for terminal and page, and the layout for the terminal, where no number is cut."""
 
 from collections.abc import Collection, Iterable, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.config import RULER_TASKS, TASKS
@@ -135,3 +136,35 @@ def with_columns(title: str | None, headers: Sequence[str], text: Collection[str
 def _least_width(header: str, cells: list[str], is_text: bool) -> int:
     whole = max(map(len, [*header.split("\n"), *cells]))
     return max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())]) if is_text else whole
+
+
+def leaderboard(rows: Sequence[EvalRow]) -> str:
+    """Returns a table in Markdown for each length of the prompts; empty without rows."""
+    lengths = sorted({row.extra["length"] for row in rows})
+    return "\n".join(_leaderboard([row for row in rows if row.extra["length"] == length], length) for length in lengths)
+
+
+def _leaderboard(rows: list[EvalRow], length: int) -> str:
+    found = dict.fromkeys(map(_left_out, rows))
+    columns = sorted(found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0))
+    methods = {row.method: {_left_out(own): own for own in rows if own.method == row.method} for row in rows}
+    best_first = sorted(methods, key=lambda method: fmean(row.score for row in methods[method].values()), reverse=True)
+    lines = [
+        [method.label, *(_score_and_reads(methods[method].get(name)) for name in columns)]
+        for method in sorted(best_first, key=lambda method: not method.is_dense)
+    ]
+    table = [["method", *columns], ["---"] * (1 + len(columns)), *lines]
+    title = f"RULER, {rows[0].samples} prompts of {length:,} tokens: score (keys read), both in %, by the share left out"
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table), ""])
+
+
+def _left_out(row: EvalRow) -> str:
+    """Returns the requested share of blocks or keys to leave out (kvpress' compression ratio), or else the setting."""
+    if row.method.is_dense:
+        return "0 %"
+    left_out = row.setting.left_out
+    return str(row.setting) if left_out is None else f"{100 * left_out:.4g} %"
+
+
+def _score_and_reads(row: EvalRow | None) -> str:
+    return f"{100 * row.score:.1f} ({100 * (row.selectivity or 0):.1f})" if row else ""
