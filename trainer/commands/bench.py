@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
 
 from msattn.kernels import bench as kernels
 from msattn.kernels import tuned
@@ -24,9 +24,6 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_file, written_rows
 from msattn.trainer.training.tracker import Tracker
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 DEFAULT_SIZES = {  # lengths; query heads, key/value heads
     "cuda": ([8192, 32768, 131072], [32, 8]),
     "cpu": ([512, 1024], [8, 2]),
@@ -41,8 +38,6 @@ def bench(cfg: BenchRunConfig) -> Path:
     this user and GPU. Rows are first written to ``<name>.partial.csv``, which remains if the run is interrupted. Raises
     CheckFailed, without results, if the operation disagrees with its reference, at a small size or at a timed size.
     """
-    from rich.console import Console
-
     shape, options = _problem(cfg)
     sweep = cfg.bench.sweep or cfg.bench.tune
     if sweep:
@@ -73,7 +68,7 @@ def _track(cfg: BenchRunConfig, name: str, rows: list[BenchRow]) -> None:
 
 
 def _measure(
-    cfg: BenchRunConfig, shape: Shape, options: Options, partial: Path, commit: str | None, console: "Console"
+    cfg: BenchRunConfig, shape: Shape, options: Options, partial: Path, commit: str | None, console: Console
 ) -> list[BenchRow]:
     """Returns all rows; after each one, ``partial`` is rewritten with the rows so far."""
     rows: list[BenchRow] = []
@@ -111,7 +106,7 @@ def _check_sweep(cfg: BenchRunConfig, shape: Shape, options: Options) -> None:
 
 
 def _save_faster_tiles(
-    rows: list[BenchRow], operation: str, shape: Shape, options: Options, commit: str | None, console: "Console"
+    rows: list[BenchRow], operation: str, shape: Shape, options: Options, commit: str | None, console: Console
 ) -> None:
     """Saves the tiles that were faster than the shipped ones, which must have a time at each length, and prints them."""
     from msattn.kernels.common.primitives import padded_head  # imports Triton

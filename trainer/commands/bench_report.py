@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from colorsys import hsv_to_rgb
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from msattn.kernels.bench import SHIPPED, BenchRow
 from msattn.trainer.evaluate.report.tables import filled, fitting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
-    from rich.table import Table
 
 OURS = ("msattn", SHIPPED)  # emphasized in the table and in the figure
 COLORS = {  # Okabe and Ito's palette, distinguishable with colour vision deficiency, and two more
@@ -37,7 +38,7 @@ def title(row: BenchRow) -> str:
     return f"{row.op}, {row.direction}: {row.dtype}, batch {row.batch}, {heads}; {row.device}"
 
 
-def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: "Console") -> None:
+def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: Console) -> None:
     console.print(table(rows, console.width))
     row_notes = [f"{row.variant} at {row.length:,} keys, {row.note}" for row in rows if row.note]
     for note in (*notes, *dict.fromkeys(row_notes)):
@@ -75,7 +76,7 @@ OPTIONAL_COLUMNS = ("memory", "quartiles", "x eager", "compile", "error", "rate"
 LEGEND = "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
 
 
-def table(rows: Sequence[BenchRow], width: int) -> "Table":
+def table(rows: Sequence[BenchRow], width: int) -> Table:
     """Returns the rows that have a time as a table of ``width`` characters with a section for each length."""
     timed = [row for row in rows if row.ms is not None]
     columns = {header: [cell(row) for row in timed] for header, cell in COLUMNS.items()}

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.launch import launch
 
@@ -26,8 +29,6 @@ def demo(overrides: Sequence[str] = ()) -> Path:
 
     The results replace those of an earlier demo. ``overrides`` must be valid for every command, e.g. ``outputs=/tmp/demo``.
     """
-    from rich.console import Console
-
     arguments = {command: ["experiment=demo", *overrides] for command in STEPS}
     arguments["eval"].insert(1, "eval=demo")
     # Reports a wrong override of any command before the first one runs.
@@ -50,10 +51,8 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     return report
 
 
-def _print_answers(rows: list[dict[str, Any]], console: Any) -> None:
+def _print_answers(rows: list[dict[str, Any]], console: Console) -> None:
     """Prints one of the needle prompts, the one that dense attention and a gate answer but most baselines do not."""
-    from rich.table import Table
-
     answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}
     gates = [answers[gate] for gate in GATES if gate in answers]
 

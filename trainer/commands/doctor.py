@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from msattn.trainer.progress import activity
+
 OK, MISSING = "[green]ok[/green]", "[yellow]missing[/yellow]"
 
 
@@ -23,11 +28,6 @@ class Check:
 
 def doctor() -> list[Check]:
     """Runs the checks, prints them as a table, and returns them."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from msattn.trainer.progress import activity
-
     with activity("doctor"):
         checks = run_checks()
     table = Table(title="msattn doctor", title_justify="left")

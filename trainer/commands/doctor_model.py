@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
+from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.own import own_overrides
 from msattn.trainer.errors import UserError
+from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,13 +24,7 @@ Row = tuple[str, str]
 
 def doctor_model(model: str, outputs: str = "outputs") -> list[Row]:
     """Prints a table about a model (an option of the group, a folder or a Hub id) from its configuration; returns its rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from msattn.trainer.commands.compose import compose
-    from msattn.trainer.commands.own import own_overrides
     from msattn.trainer.models.loading import read_config
-    from msattn.trainer.progress import activity
 
     with activity(f"doctor {model}"):
         cfg: Any = compose("generate", own_overrides(model, None))

@@ -8,22 +8,27 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from sys import version_info
-from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from msattn.trainer import models
 from msattn.trainer.config import EvalConfig, EvalRunConfig
 from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.evaluate import calibration, compared
+from msattn.trainer.evaluate.compared import Compared
+from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
+from msattn.trainer.evaluate.report import compare, tables, verdict
+from msattn.trainer.evaluate.report import files as report
+from msattn.trainer.evaluate.report.compare import Comparison
+from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import lengths_of, record, task_module
+from msattn.trainer.models.families import check_length
+from msattn.trainer.models.loading import Loaded
+from msattn.trainer.progress import Progress
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from msattn.trainer.evaluate.compared import Compared
-    from msattn.trainer.evaluate.job import Job
-    from msattn.trainer.evaluate.report.compare import Comparison
-    from msattn.trainer.models.loading import Loaded
+from msattn.trainer.training.tracker import Tracker
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
@@ -32,23 +37,12 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     An earlier folder is renamed to ``eval-<time it was written>``, or deleted with ``overwrite=true``. Artifacts, text, lengths
     and settings that do not fit raise UserError before the first task runs.
     """
-    from msattn.trainer.evaluate.report import compare
-
     folder = cfg.folder / "eval"
     _prepare(folder)
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_config", None):
             check(cfg)
-
-    from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, compared
-    from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
-    from msattn.trainer.evaluate.report import files as report
-    from msattn.trainer.evaluate.report.context import context
-    from msattn.trainer.progress import Progress
-    from msattn.trainer.training.tracker import Tracker
-
     if cfg.data.source is None and reads_data(cfg):
         library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
         print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
@@ -91,9 +85,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
-    from msattn.trainer.evaluate.report.context import CPU_NOTE
-
+def _run_tasks(job: Job) -> Iterator[list[EvalRow]]:
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
@@ -102,9 +94,7 @@ def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
         job.methods.notes.append(CPU_NOTE)
 
 
-def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
-    from msattn.trainer.evaluate.report import compare, verdict
-
+def _print_results(rows: list[EvalRow], notes: list[str], comparison: Comparison | None, report: Path) -> None:
     console = _print_tables(rows, notes)
     if comparison:
         compare.show(comparison, console)
@@ -112,12 +102,7 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Compariso
     console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 
-def _print_tables(rows: list[EvalRow], notes: list[str]) -> "Console":
-    """Prints a table for each task, and the notes; returns the console."""
-    from rich.console import Console
-
-    from msattn.trainer.evaluate.report import tables
-
+def _print_tables(rows: list[EvalRow], notes: list[str]) -> Console:
     console = Console()
     tables.show(rows, notes, console)
     return console
@@ -135,10 +120,8 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     return [row.extra.get("benchmark", ""), f"{length}" + f"x{batch}" * (batch > 1)]
 
 
-def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
+def _check_sizes(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
-    from msattn.trainer.models.families import check_length
-
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_sizes", None):
             check(cfg, loaded, found)

@@ -58,9 +58,8 @@ class Part:
     lengths: tuple[int, ...]
     tasks: tuple[str, ...]
     policy: str = POLICIES[0]
-    baseline: str | None = None
+    scores: str | None = None  # block scores of the gate or of a baseline; None: dense attention
     gate: Path | None = None
-    scores: str = "gate"  # which scores of the gate
     seeds: bool = False  # the rows of a gate have the seed of its training instead of the name of its run
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
@@ -97,7 +96,7 @@ def measure(part: Part) -> list[EvalRow]:
                     if task == "perplexity" and not methods.block_selections:  # such a part keeps no row of dense attention
                         kept.add(found, task, length, DENSE, "")
         kept.add([], "done")
-    rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.baseline is None and part.gate is None)]
+    rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.scores is None)]
     if part.gate is None or not part.seeds:
         return rows
     seed = artifacts.read(part.gate, kind="gate").manifest["seed"]
@@ -105,16 +104,17 @@ def measure(part: Part) -> list[EvalRow]:
 
 
 def _methods(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
-    if part.gate is not None:
-        gate = Gate.load(part.gate)
-        assert gate.artifact is not None
-        artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
-        method = gate.scorer(part.scores).method
-        method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
-        return [ComparedSelection(method, replace(cfg.select, scores=part.scores), gate.to(loaded.model.device))]
-    if part.baseline is not None:
-        return [ComparedSelection(untrained_scorer(part.baseline).method, replace(cfg.select, scores=part.baseline))]
-    return []
+    if part.scores is None:
+        return []
+    select = replace(cfg.select, scores=part.scores)
+    if part.gate is None:
+        return [ComparedSelection(untrained_scorer(part.scores).method, select)]
+    gate = Gate.load(part.gate)
+    assert gate.artifact is not None
+    artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
+    method = gate.scorer(part.scores).method
+    method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
+    return [ComparedSelection(method, select, gate.to(loaded.model.device))]
 
 
 def parts_of(
@@ -134,16 +134,14 @@ def parts_of(
         return Part(name, folder / name, tuple(overrides), tuple(lengths), tasks, **fields)
 
     dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
-    methods: list[tuple[str, dict[str, Any]]] = [
-        *(
-            (f"{scores}-{path.resolve().parent.name}", {"gate": path, "scores": scores, "seeds": seeds})
-            for path in gates
-            for scores in GATE_SCORES
-        ),
-        *((name, {"baseline": name}) for name in baselines),
+    methods: list[tuple[str, str, Path | None]] = [
+        (f"{scores}-{path.resolve().parent.name}", scores, path) for path in gates for scores in GATE_SCORES
     ]
+    methods += [(name, name, None) for name in baselines]
     return dense, [
-        part(f"{policy}-{name}", tasks, lengths, policy=policy, **method) for policy in policies for name, method in methods
+        part(f"{policy}-{name}", tasks, lengths, policy=policy, scores=scores, gate=gate, seeds=seeds)
+        for policy in policies
+        for name, scores, gate in methods
     ]
 
 

@@ -5,7 +5,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.tables import filled, with_columns
@@ -14,10 +17,6 @@ from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # the parts of results.json that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
@@ -103,7 +102,7 @@ def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
     return {name: [line[name] for line in lines] for name in lines[0]} if lines else {}
 
 
-def show(comparison: Comparison, console: "Console") -> None:
+def show(comparison: Comparison, console: Console) -> None:
     """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
     console.print(f"Compared with {comparison.title}", style="bold", markup=False, highlight=False, soft_wrap=True)
     if columns := scores(comparison.main()):
@@ -156,8 +155,6 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
     Returns ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one name, which replace each
     other.
     """
-    from rich.console import Console
-
     if len(set(folders)) < max(2, len(folders)):
         return None
     root = Path(os.path.commonpath(folders))
@@ -172,7 +169,7 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
     return path
 
 
-def _table(found: dict[str, list[EvalRow]]) -> "Table":
+def _table(found: dict[str, list[EvalRow]]) -> Table:
     cells: dict[tuple[str, Method], dict[str, str]] = {}
     for name, rows in found.items():
         for row in (row for row in rows if row.method.is_trained):

@@ -1,16 +1,16 @@
-"""Tables of rows: the cells for terminal and page, and the layout for the terminal, where no number is cut."""
+"""Tables of rows: cells for terminal and page, the layout for the terminal, where no number is cut, and a leaderboard."""
 
 from collections.abc import Collection, Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from msattn.trainer.config import RULER_TASKS, TASKS
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 TEXT_COLUMNS = ("method", "setting")
 # A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
@@ -65,7 +65,7 @@ def _cell(row: EvalRow, key: str, form: str) -> str:
     return " – ".join(form.format(bound) for bound in value) if isinstance(value, tuple | list) else form.format(value)
 
 
-def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
+def show(rows: Sequence[EvalRow], notes: list[str], console: Console) -> None:
     for task in TASKS:
         own = [row for row in rows if row.task == task]
         if own:
@@ -74,7 +74,7 @@ def show(rows: Sequence[EvalRow], notes: list[str], console: "Console") -> None:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
-def _terminal(rows: list[EvalRow], width: int) -> "Table":
+def _terminal(rows: list[EvalRow], width: int) -> Table:
     columns = table(rows)
     speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
     columns = fitting(columns, width, TEXT_COLUMNS, (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))))
@@ -107,7 +107,7 @@ def filled(
     groups: Sequence[Any] | None = None,
     bold: Sequence[bool] | None = None,
     sections: bool = False,
-) -> "Table":
+) -> Table:
     """Returns ``{header: cells}`` as a table; its first column shows only the first cell of each group of lines.
 
     ``sections`` leaves room between groups; ``bold`` marks lines.
@@ -121,16 +121,13 @@ def filled(
     return shown
 
 
-def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> "Table":
+def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> Table:
     """Returns a table without rows. In a terminal that is still too narrow the columns of ``text`` wrap, numbers do not."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for header in headers:
         is_text = header in text
-        table.add_column(header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom")
-    return table
+        shown.add_column(header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom")
+    return shown
 
 
 def _least_width(header: str, cells: list[str], is_text: bool) -> int:

@@ -6,16 +6,15 @@ differences; if it includes 0, the line is a tie.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from rich.console import Console
 
 from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.style import longest
 from msattn.trainer.evaluate.report.tables import filled
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Quality, record
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
@@ -60,7 +59,7 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     ]
 
 
-def show(rows: Sequence[EvalRow], console: "Console") -> None:
+def show(rows: Sequence[EvalRow], console: Console) -> None:
     lines = verdict(rows)
     if lines:
         table = filled("Verdict", columns(lines), TEXT_COLUMNS)
