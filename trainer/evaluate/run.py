@@ -8,27 +8,24 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from sys import version_info
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from msattn.trainer import models
 from msattn.trainer.config import EvalConfig, EvalRunConfig
 from msattn.trainer.errors import UserError, print_once
-from msattn.trainer.evaluate import calibration, compared
-from msattn.trainer.evaluate.compared import Compared
-from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
 from msattn.trainer.evaluate.report import compare, tables, verdict
-from msattn.trainer.evaluate.report import files as report
-from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import lengths_of, record, task_module
-from msattn.trainer.models.families import check_length
-from msattn.trainer.models.loading import Loaded
-from msattn.trainer.progress import Progress
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
-from msattn.trainer.training.tracker import Tracker
+
+if TYPE_CHECKING:
+    from msattn.trainer.evaluate.compared import Compared
+    from msattn.trainer.evaluate.job import Job
+    from msattn.trainer.evaluate.report.compare import Comparison
+    from msattn.trainer.models.loading import Loaded
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
@@ -43,6 +40,15 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_config", None):
             check(cfg)
+
+    # Heavy libraries: mistakes above are refused without them.
+    from msattn.trainer import models
+    from msattn.trainer.evaluate import calibration, compared
+    from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
+    from msattn.trainer.evaluate.report import files as report
+    from msattn.trainer.progress import Progress
+    from msattn.trainer.training.tracker import Tracker
+
     if cfg.data.source is None and reads_data(cfg):
         library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
         print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
@@ -85,7 +91,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     return folder
 
 
-def _run_tasks(job: Job) -> Iterator[list[EvalRow]]:
+def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
@@ -94,7 +100,7 @@ def _run_tasks(job: Job) -> Iterator[list[EvalRow]]:
         job.methods.notes.append(CPU_NOTE)
 
 
-def _print_results(rows: list[EvalRow], notes: list[str], comparison: Comparison | None, report: Path) -> None:
+def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
     console = _print_tables(rows, notes)
     if comparison:
         compare.show(comparison, console)
@@ -103,6 +109,7 @@ def _print_results(rows: list[EvalRow], notes: list[str], comparison: Comparison
 
 
 def _print_tables(rows: list[EvalRow], notes: list[str]) -> Console:
+    """Prints a table for each task, and the notes; returns the console."""
     console = Console()
     tables.show(rows, notes, console)
     return console
@@ -120,8 +127,10 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     return [row.extra.get("benchmark", ""), f"{length}" + f"x{batch}" * (batch > 1)]
 
 
-def _check_sizes(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> None:
+def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
     """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
+    from msattn.trainer.models.families import check_length
+
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_sizes", None):
             check(cfg, loaded, found)
