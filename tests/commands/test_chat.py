@@ -132,9 +132,7 @@ def test_a_turn_that_does_not_fit_is_refused(chat: Callable[..., tuple]) -> None
 @pytest.mark.parametrize(
     ("lines", "arguments", "says"),
     [
-        ("", ["device=cpu", "name=none"], "no gate, k-means or classifier here"),
         ("", ["device=cpu", "chat=true"], "chat: the tokenizer has no chat template"),
-        ("", ["device=cpu", "probes=100000"], "probes=100000: expected 0 to"),
         (b"\xff\n", DENSE, "standard input: not UTF-8"),
     ],
 )

@@ -133,7 +133,6 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     assert rows[0]["score"] != rows[1]["score"]
 
 
-def test_policies_without_sparsity_have_one_setting(tmp_path: Path, text: str) -> None:
-    cfg = replace(config(tmp_path, text, baselines=["oracle"]), select=SelectConfig(policy="nucleus", mass=0.8, block_size=16))
-    block = compared.ComparedSelection("oracle", replace(cfg.select, scores="oracle"))
+def test_policies_without_sparsity_have_one_setting() -> None:
+    block = compared.ComparedSelection("oracle", SelectConfig(policy="nucleus", mass=0.8, scores="oracle", block_size=16))
     assert block.settings([0.5, 0.9]) == [(Setting("nucleus", 0.8), block.select)]

@@ -40,16 +40,8 @@ def perplexity_row(method: str, ratio: float, sparsity: float) -> EvalRow:
 def recall_row(method: str, score: float, selectivity: float) -> EvalRow:
     heads = [[score] * 4, [score - 0.1] * 4]
     extra = {"output_error": 1 - score, "layers": [0, 1], "heads": heads, "output_error_heads": heads}
-    return EvalRow(
-        "recall",
-        named(method),
-        TWO_PROBES,
-        score,
-        "attention mass read",
-        selectivity=selectivity,
-        samples=2,
-        extra=extra,
-    )
+    figures = {"selectivity": selectivity, "samples": 2, "extra": extra}
+    return EvalRow("recall", named(method), TWO_PROBES, score, "attention mass read", **figures)
 
 
 def needle_row(method: str, found: int, length: int) -> EvalRow:

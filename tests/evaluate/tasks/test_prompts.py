@@ -16,7 +16,6 @@ from msattn.trainer.evaluate.tasks.prompts import share_of_equal_tokens
 from msattn.trainer.models.chat import encode_prompt
 from tests.evaluate.runs import config, read_rows
 
-NO_MESSAGES: dict[str, Any] = {"messages": [], "answer": "x"}
 LONG = "the river ran past an old mill and nobody knew where it came from " * 5
 
 
@@ -53,15 +52,8 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     assert second.is_answered_by("It is\n  HERE. Yes")
     assert not second.is_answered_by("there")
     assert not second.is_answered_by("hereafter"), "only whole words"
-    wrong = (
-        {"prompt": "How?"},
-        {"answer": "x"},
-        {"prompt": "", "answer": "x"},
-        {"messages": [{}], "answer": "x"},
-        3,
-        NO_MESSAGES,
-    )
-    for entry in wrong:
+    halves: list[Any] = [{"prompt": "How?"}, {"answer": "x"}, {"prompt": "", "answer": "x"}, 3]
+    for entry in [*halves, *({"messages": messages, "answer": "x"} for messages in ([], [{}]))]:
         with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
             read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))
     (tmp_path / "lines.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8")
