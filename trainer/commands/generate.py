@@ -6,7 +6,6 @@ from typing import Any, cast
 from rich.console import Console
 from torch import Tensor
 
-from msattn.trainer.commands.chat import chat as run_chat
 from msattn.trainer.commands.answers import (
     Answer,
     Clock,
@@ -18,6 +17,7 @@ from msattn.trainer.commands.answers import (
     load_served,
     tracked,
 )
+from msattn.trainer.commands.chat import chat as run_chat
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.models import Loaded
