@@ -218,6 +218,7 @@ def test_a_card_that_links_elsewhere_is_not_published(hub: Hub, push, run_folder
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
+        ("POST /", 401, "rejected the token"),
         ("POST /api/repos/create", CUT, "the Hugging Face Hub cannot be reached"),
         ("PUT /lfs", 503, "503"),
         ("/commit/", CUT, "cannot be reached"),

@@ -1,6 +1,7 @@
 """Experiments: all commands in lab.yaml compose and find what earlier ones write; names of sweeps; recipes of evaluations."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,19 @@ from hydra._internal.hydra import Hydra
 from msattn.trainer.commands import launch
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import Command
-from msattn.trainer.config import EvalRunConfig, FinetuneConfig, FitKMeansConfig, RunConfig, TrainGateConfig, TrainQModelConfig
+from msattn.trainer.config import (
+    DataConfig,
+    EvalRunConfig,
+    FinetuneConfig,
+    FitKMeansConfig,
+    RunConfig,
+    TrainGateConfig,
+    TrainQModelConfig,
+)
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
-from tests.running import exit_code
+from tests.evaluate.runs import read_rows
+from tests.running import SHAPE, WORDS, exit_code, succeed, write_texts
 
 EXPERIMENTS = Path(__file__).parents[2] / "conf" / "experiment"
 LINE = [command.split() for command in re.findall(r"msattn ([a-z].*?)(?=\s{3,}|\n)", (EXPERIMENTS / "lab.yaml").read_text())]
@@ -152,6 +162,28 @@ def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
     assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
     config, _ = config_and_tokenizer(cfg.model)
     assert max_length(config) == max(LENGTHS)
+
+
+@pytest.mark.slow
+def test_documents_of_a_corpus_are_read_from_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(1000)
+    Path("heldout.txt").write_text(WORDS)
+    opened = set()
+
+    def rows_of(data: DataConfig, split: str) -> Iterator[dict[str, str]]:
+        opened.add((data.path, split))
+        yield from ({"text": f"Document {number}. {'The heron left the mill. ' * (12 + 6 * number)}"} for number in range(10))
+
+    monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows_of)
+    sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
+    toy = ["model.init=random", *SHAPE, "model.architecture.vocab_size=4096", "device=cpu", "dtype=float32", "tracker=none"]
+    succeed("eval", "experiment=documents_pg19", *toy, *sizes, "eval.baselines=[quest]")
+    assert opened == {("emozilla/pg19", "test")}
+    found = read_rows(tmp_path / "outputs/llama3/seer/eval", "length")
+    for length in (64, 128):
+        assert found["dense", "", length]["samples"] == 3
+        assert ("quest", "sparsity 0.9", length) in found
 
 
 def test_the_teacher_has_twice_its_positions_with_yarn() -> None:

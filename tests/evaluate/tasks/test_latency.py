@@ -80,6 +80,7 @@ def check_decoding(rows: list[dict]) -> None:
         routed = own.pop("classifier, untrained")
         assert list(own) == ["dense, transformers"] * (batch == 1) + ["dense, SDPA", "dense, same cache and graphs"]
         assert routed["setting"] == "2 probes"
+        assert routed["ratio_to_dense"] == pytest.approx(routed["score"] / max(row["score"] for row in own.values()))
         for method, row in own.items():
             name = method.removeprefix("dense, ")
             assert routed["extra"][f"times_{name}"] == pytest.approx(routed["score"] / row["score"])

@@ -40,7 +40,9 @@ def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         is_dense = row["method"].startswith("dense")
         assert (row["sparsity"] is None) == (row["selectivity"] is None) == is_dense
         assert is_dense or (0 < row["sparsity"] < 1 and 0 < row["selectivity"] < 1), "prompts and new tokens are sparse"
+        same = {each["method"]: each["score"] for each in rows if each["extra"]["batch"] == extra["batch"]}
         assert row["ratio_to_dense"] == pytest.approx(min(extra["times_transformers"], extra["times_same engine"]))
+        assert extra["times_same engine"] == pytest.approx(row["score"] / same["dense, same engine"])
     out, err = capfd.readouterr()
     assert "Requests served together: 1 to 3 requests per row" in out
     assert "ContinuousBatchingLogger" not in out + err

@@ -17,6 +17,7 @@ from msattn.trainer.methods.classifier.fit_kmeans import fit_kmeans
 from msattn.trainer.methods.classifier.online import OnlineBatches, OnlineTargets
 from msattn.trainer.methods.classifier.train import train_qmodel
 from tests.factory import inputs_of_layers, random_partition, tiny_model
+from tests.jobs import Job
 from tests.methods.classifier.runs import BUCKETS, configs, interrupted_after, write_documents
 
 TOKENS, LONG_RANGE = 60, 12
@@ -94,20 +95,30 @@ def test_few_rows_are_repeated_evenly_and_none_are_refused() -> None:
         batches([1], min_distance=59, causal=True)([0])
 
 
+def online(text: Path, outputs: Path, kmeans: Path) -> TrainQModelConfig:
+    """Returns the configuration of a small online training."""
+    _, cfg = configs(text, outputs)
+    qmodel = replace(cfg.qmodel, source="online", steps_per_prompt=3, prompts_at_once=2)
+    return replace(cfg, qmodel=qmodel, artifacts=ArtifactsConfig(kmeans=str(kmeans)))
+
+
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory: pytest.TempPathFactory) -> TrainQModelConfig:
     folder = tmp_path_factory.mktemp("online")
     text = write_documents(folder / "text")
-    for_kmeans, cfg = configs(text, folder)
-    qmodel = replace(cfg.qmodel, source="online", steps_per_prompt=3, prompts_at_once=2)
-    return replace(cfg, qmodel=qmodel, artifacts=ArtifactsConfig(kmeans=str(fit_kmeans(for_kmeans))))
+    return online(text, folder, fit_kmeans(configs(text, folder)[0]))
+
+
+@pytest.fixture(scope="module")
+def whole(cfg: TrainQModelConfig) -> dict[str, Any]:
+    """The manifest of an uninterrupted run."""
+    return artifacts.read(train_qmodel(cfg)).manifest
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_bits_of_another_grouping(
-    cfg: TrainQModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cfg: TrainQModelConfig, whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = artifacts.read(train_qmodel(cfg)).manifest
     metrics = whole["metrics"]
     for probes in (1, 2, 4):
         assert metrics[f"recall_kmeans@{probes}"] < metrics[f"recall_qmodel@{probes}"] <= metrics[f"recall_oracle@{probes}"]
@@ -123,6 +134,24 @@ def test_an_interrupted_run_resumes_to_the_bits_of_another_grouping(
         train_qmodel(replace(single, qmodel=replace(single.qmodel, steps_per_prompt=2)))
     monkeypatch.setattr(Distiller, "forward", interrupted_after(20, Distiller.forward))  # fails if a layer restarts
     assert artifacts.read(train_qmodel(single)).manifest["content_hash"] == whole["content_hash"]
+
+
+JOB = """
+import sys
+from pathlib import Path
+from msattn.trainer.methods.classifier.train import train_qmodel
+from tests.methods.classifier.test_online import online
+
+train_qmodel(online(*map(Path, sys.argv[1:])))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_result_of_one_process(cfg: TrainQModelConfig, whole: dict[str, Any], tmp_path: Path) -> None:
+    job = Job(JOB, tmp_path, cfg.data.path, tmp_path, cfg.artifacts.kmeans, processes=2)
+    printed = job.output()
+    assert [line for line in printed.splitlines() if line.startswith("layers ")] == ["layers 0: 2 classifiers train at once"]
+    assert artifacts.read(tmp_path / "toy" / "base" / "qmodel").manifest["content_hash"] == whole["content_hash"]
 
 
 def test_settings_that_do_not_fit_are_refused(cfg: TrainQModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:

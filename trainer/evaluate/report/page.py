@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.compare import Comparison, scores
@@ -35,7 +35,9 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
 
     ``figures`` are ``{name: PNG file}``, each with an SVG file beside it, which the page embeds.
     """
-    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template, lines = environment.get_template("page.html"), verdict(rows)
     return template.render(
         about=about,

@@ -132,7 +132,8 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
     ]
     for number, method in enumerate(job.methods.with_independent(settings.independent).bucket_routings):
         every = method.cases(loaded.model, settings.probes, settings.keys)
-        asked = [case for case in every if case.method != WINDOW or number == 0]  # the same for every router
+        # The window alone is the same for every router; a setting that is given twice is measured once.
+        asked = [*{case.setting: case for case in every if case.method != WINDOW or number == 0}.values()]
         key = "needle", length, number, *(case.setting for case in asked)
         plan.append(Measurement(key, partial(decode, method, asked), len(asked) * len(samples.batches())))
     return job.rows(f"needle, {length} tokens", plan)
