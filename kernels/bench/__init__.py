@@ -11,6 +11,14 @@ from msattn.kernels.bench.rows import BenchRow, Shape
 from msattn.kernels.bench.run import CASES, measure, sweep
 
 __all__ = [
-    "CASES", "SHIPPED", "BenchRow", "Options", "ReferenceMismatch", "Shape", "faster_tiles", "list_candidates", "measure",
+    "CASES",
+    "SHIPPED",
+    "BenchRow",
+    "Options",
+    "ReferenceMismatch",
+    "Shape",
+    "faster_tiles",
+    "list_candidates",
+    "measure",
     "sweep",
-]  # fmt: skip
+]

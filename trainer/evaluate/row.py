@@ -65,18 +65,18 @@ class EvalRow:
         runs more than serving would.
     samples : number of samples that the score averages over.
     extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
-        has one, and ``device``, the type of device. Tasks with answers: ``examples``,
-        each a ``prompt`` with ``expected``, ``answer`` and ``correct``, of the same prompts in all rows of a task and length.
-        ``needle`` and ``prompts``: ``correct``, of each prompt. One row each: ``maps`` and ``decoded``, see
-        :mod:`~msattn.trainer.evaluate.tasks.reads`. ``perplexity``, ``documents``,
-        ``ruler`` and ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from differences on the same samples.
-        ``perplexity`` and ``documents``: ``losses``, of each sample in nats; ``kl_divergence`` from dense predictions, in
-        nats a token, and ``same_top``, the share of tokens whose most likely prediction is the same, both with intervals.
-        ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task. ``leval``: the likelihood
-        of each file, under its name, ``logs``, of each question by file, ``choices``, and ``answers`` and ``scores`` of
-        generated answers. ``harness``: ``benchmark``, the name of lm_eval's task, and ``length`` only if it makes prompts of
-        given lengths. ``latency``: ``situation``, that of the cache. ``decoding``: ``batch``, and what each token is
-        ``launched_by``. ``throughput``: ``batch``, the number of requests, and percentiles of the seconds to the first token.
+        has one, and ``device``, the type of device. Tasks with answers: ``examples``, each a ``prompt`` with ``expected``,
+        ``answer`` and ``correct``, of the same prompts in all rows of a task and length. ``needle`` and ``prompts``:
+        ``correct``, of each prompt. One row each: ``maps`` and ``decoded``, see :mod:`~msattn.trainer.evaluate.tasks.reads`.
+        ``perplexity``, ``documents``, ``ruler`` and ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from differences on
+        the same samples. ``perplexity`` and ``documents``: ``losses``, of each sample in nats; ``kl_divergence`` from dense
+        predictions, in nats a token, and ``same_top``, the share of tokens whose most likely prediction is the same, both with
+        intervals. ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task. ``leval``: the
+        likelihood of each file, under its name, ``logs``, of each question by file, ``choices``, and ``answers`` and
+        ``scores`` of generated answers. ``harness``: ``benchmark``, the name of lm_eval's task, and ``length`` only if it
+        makes prompts of given lengths. ``latency``: ``situation``, that of the cache. ``decoding``: ``batch``, and what each
+        token is ``launched_by``. ``throughput``: ``batch``, the number of requests, and percentiles of the seconds to the
+        first token.
     """
 
     task: str

@@ -94,7 +94,7 @@ def run(job: Job) -> list[EvalRow]:
         done: list[tuple[MethodSetting, LatencyRun]] = []
         for case in measured:
             try:
-                with use_backend(None):
+                with use_backend(None):  # too little memory is a reason, not an error
                     done.append((case, measure(model, ids, case.attach, settings.seconds, situation)))
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
