@@ -150,7 +150,11 @@ _operator = register_op(
 )
 
 
-@triton.jit(do_not_specialize=["group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_tb", "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries",
+    ]
+)  # fmt: skip
 def _paged_block_sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
     stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,

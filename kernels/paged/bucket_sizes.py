@@ -88,7 +88,7 @@ def _reference(sizes: Tensor, **others: Any) -> None:
 _operator = register_op("paged_bucket_sizes", launch, _reference, lambda *arguments: None, mutates=("sizes",))
 
 
-@triton.jit(do_not_specialize=["capacity", "num_buckets"])
+@triton.jit(do_not_specialize=["stride_t", "capacity", "num_buckets"])
 def _count_kernel(
     buckets_ptr, table_ptr, kv_len_ptr, counted_ptr, sizes_ptr, stride_p, stride_s, stride_h, stride_t, capacity, num_buckets,
     PAGE: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr, FEW: tl.constexpr,

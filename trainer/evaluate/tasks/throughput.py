@@ -28,7 +28,6 @@ from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.attach import Sparse, attach
 
-WARMUP_TOKENS = 2  # of requests that are not measured and compile kernels
 SAME_ENGINE = DENSE.of("same engine")
 
 
@@ -102,7 +101,7 @@ def measure(
     prompts: list[list[int]],
     settings: ThroughputConfig,
 ) -> ThroughputRun:
-    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts``, after a warm-up."""
+    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts`` twice; the first time kernels compile."""
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -115,7 +114,7 @@ def measure(
         )
         with engine as manager:
             with nullcontext() if sparse is None else sparse.statistics.unchanged():
-                _warm_up(manager, prompts)
+                _answers(manager, prompts, settings.tokens)
             answers = _answers(manager, prompts, settings.tokens)
     begin, end = min(each.created_time for each in answers), max(each.timestamps[-1] for each in answers)
     return ThroughputRun(
@@ -137,13 +136,6 @@ def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
         max_requests_per_batch=len(prompts),
         allow_block_sharing=False,
     )
-
-
-def _warm_up(manager: Any, prompts: list[list[int]]) -> None:
-    """Compiles kernels: for a whole prompt, and for parts of all at once, whose passes mix prompts with new tokens."""
-    _answers(manager, prompts[:1], WARMUP_TOKENS)
-    if len(prompts) > 1:
-        _answers(manager, [prompt[: -(-len(prompt) // len(prompts))] for prompt in prompts], WARMUP_TOKENS)
 
 
 def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
