@@ -10,8 +10,10 @@ Public API, loaded on first use so that ``import msattn`` is fast and does not i
 - ``msattn.Selection``: a policy, e.g. ``msattn.TopK``, with a scorer of your own, derived from ``msattn.UntrainedScorer``; its
   tools are ``msattn.aligned_blocks``, ``msattn.normalize_rows`` and ``msattn.calibrate_blocks``.
 - ``msattn.EMBEDDED``: path of the small model that ships with msattn.
-- ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct.
-- ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``.
+- ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct; ``msattn.ModelWarning``: a
+  warning about a model or its artifacts.
+- ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``. Some
+  take a ``msattn.PagedKeys``, ``msattn.BucketIndex`` (of ``msattn.build_bucket_index``) or ``msattn.ScoreMod``.
 """
 
 from importlib import import_module
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from msattn.kernels.block_sparse_attention import block_sparse_attention
     from msattn.kernels.bucket_decode import bucket_decode
     from msattn.kernels.bucket_mass import bucket_mass
+    from msattn.kernels.common.bucket_index import build_bucket_index
     from msattn.kernels.conv_attention import conv_attention
     from msattn.kernels.conv_decode import conv_decode
     from msattn.kernels.flash_decode import flash_decode
@@ -42,8 +45,9 @@ if TYPE_CHECKING:
     )
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
+    from msattn.kernels.types import BucketIndex, PagedKeys, ScoreMod
     from msattn.trainer.config import SelectConfig
-    from msattn.trainer.errors import UserError
+    from msattn.trainer.errors import ModelWarning, UserError
     from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
     from msattn.trainer.methods.policies import TopK
     from msattn.trainer.methods.selection import Selection
@@ -54,8 +58,10 @@ if TYPE_CHECKING:
     from msattn.trainer.serving.implementation import register
 
 _OTHERS = {
+    "msattn.kernels.common.bucket_index": ("build_bucket_index",),
+    "msattn.kernels.types": ("BucketIndex", "PagedKeys", "ScoreMod"),
     "msattn.trainer.config": ("SelectConfig",),
-    "msattn.trainer.errors": ("UserError",),
+    "msattn.trainer.errors": ("ModelWarning", "UserError"),
     "msattn.trainer.methods.blocks": ("aligned_blocks", "normalize_rows"),
     "msattn.trainer.methods.policies": ("TopK",),
     "msattn.trainer.methods.selection": ("Selection",),
@@ -68,12 +74,12 @@ _OTHERS = {
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()}
 _MODULES |= {name: module for module, names in _OTHERS.items() for name in names}
 __all__ = [
-    "EMBEDDED", "SelectConfig", "Selection", "TopK", "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach",
-    "best_blocks", "block_sparse_attention", "bucket_decode", "bucket_mass", "calibrate_blocks", "conv_attention",
-    "conv_decode", "disable", "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load",
-    "maxpool_attention", "merge_states", "multiscale_attention", "nearest_centroid", "normalize_rows",
-    "paged_block_sparse_attention", "paged_bucket_decode", "paged_bucket_sizes", "paged_flash_decode", "pool_blocks",
-    "probe_buckets", "register",
+    "EMBEDDED", "BucketIndex", "ModelWarning", "PagedKeys", "ScoreMod", "SelectConfig", "Selection", "TopK",
+    "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach", "best_blocks", "block_sparse_attention",
+    "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention", "conv_decode", "disable",
+    "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load", "maxpool_attention", "merge_states",
+    "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention", "paged_bucket_decode",
+    "paged_bucket_sizes", "paged_flash_decode", "pool_blocks", "probe_buckets", "register",
 ]  # fmt: skip
 
 
