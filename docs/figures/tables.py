@@ -433,8 +433,6 @@ TABLES = {
 
 CLASSIFIER = {"method": "classifier, calibrated", "setting": "5 % of far keys", "length": "4096", **SMOLLM2}
 CLUSTERS = {"method": "key clusters", "setting": "6 probes", "length": "4096", **SMOLLM2}
-LAB_CLASSIFIER = {"method": "classifier, calibrated", "length": "16384"}
-LAB_PAGES = {"method": "Quest pages", "setting": SHARES[0], "length": "16384"}
 PERPLEXITY = {"model": "smollm2", "task": "perplexity", "setting": "sparsity 0.8", "length": "8192"}
 ANSWERS = {"setting": "sparsity 0.8", "length": "8192", **SMOLLM2}
 GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
@@ -454,14 +452,8 @@ NUMBERS = {
     "question-answers": ("comparison", Cell("", ".1%", "score", method="gate_question", **ANSWERS)),
     "minference-answers": ("comparison", Cell("", ".1%", "score", method="minference", **ANSWERS)),
     "classifier-answers": ("public", Cell("", ".1%", "score", **CLASSIFIER)),
-    "classifier-read": ("public", Cell("", ".1%", "selectivity", **CLASSIFIER)),
     "clusters-answers": ("public", Cell("", ".1%", "score", **CLUSTERS)),
-    "clusters-read": ("public", Cell("", ".1%", "selectivity", **CLUSTERS)),
     "lab-dense-answers": ("ruler", Cell("", ".1%", "score", method="dense", length="16384")),
-    "lab-classifier-answers": ("ruler", Cell("", ".1%", "score", **LAB_CLASSIFIER)),
-    "lab-classifier-read": ("ruler", Cell("", ".1%", "selectivity", **LAB_CLASSIFIER)),
-    "lab-pages-answers": ("ruler", Cell("", ".1%", "score", **LAB_PAGES)),
-    "lab-pages-read": ("ruler", Cell("", ".1%", "selectivity", **LAB_PAGES)),
 }
 
 
