@@ -76,7 +76,7 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
         cfg = gate.cfg
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
         pooled = maxpool_attention(q, k, v, block_size=16, scale=x.scale, pool=cfg.target).pooled
-        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(97, 97, 16, None, x.q.device), cfg))
+        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, 16), cfg))
         return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
 
     with tap(plain.model, gated_attention):

@@ -7,7 +7,6 @@ from msattn.kernels import testing
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
 from msattn.trainer.models.tap import LayerInputs
 
-CPU = torch.device("cpu")
 BLOCK = 16
 SHAPES = [  # queries, keys, left padding
     (64, 64, None),
@@ -38,5 +37,6 @@ def layer_inputs(
 
 
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
-    found = candidate_blocks(num_queries, num_keys, BLOCK, testing.starts(padding), CPU, AlwaysRead(0, 0))
+    """Returns the visible blocks and the diagonal ones among them."""
+    found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), BLOCK, AlwaysRead(0, 0))
     return found.visible, found.always

@@ -14,9 +14,9 @@ from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
+from tests.methods.layers import layer_inputs
 
 BLOCK = 16
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("scores", BASELINES)
@@ -62,7 +62,7 @@ def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
     (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
     for blocks in (24, 32, 64, 128):
-        candidates = candidate_blocks(blocks * BLOCK, blocks * BLOCK, BLOCK, None, CPU)
+        candidates = candidate_blocks(layer_inputs(blocks * BLOCK), BLOCK)
         mask = policy(scores_of_power_law(blocks, 0.5, seed=blocks), candidates)[:, :, 16:]
         visible = torch.arange(17, blocks + 1)
         least = torch.maximum((1 - sparsity) * visible, torch.tensor(3.0)) / visible

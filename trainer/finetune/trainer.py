@@ -107,7 +107,7 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     size = selection.block_size
     with torch.no_grad():
         pooled = gate.true_map(x).pooled
-    visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+    visible = visible_blocks(x, size)
     # The identity hooks hide these tensors from a checkpoint around the layer, because its recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         loss = gate_loss(gate.logits(x), pooled, visible, gate.cfg)

@@ -9,13 +9,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.common.block_counts import add_share_left_out
+
+if TYPE_CHECKING:
+    from msattn.trainer.models.layer_attention import LayerInputs
 
 
 class RowSpan(NamedTuple):
@@ -37,10 +40,10 @@ def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor 
     return RowSpan(first, last.where(first <= last, -1))
 
 
-def visible_blocks(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> Tensor:
+def visible_blocks(x: "LayerInputs", block_size: int) -> Tensor:
     """Returns the column blocks with a key that some query of the row block may see: bool ``[B | 1, 1, Tr, Tc]``."""
-    rows = row_span(num_queries, num_keys, block_size, kv_start, device)
-    return _visible(rows, num_keys, block_size)
+    rows = row_span(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
+    return _visible(rows, x.num_keys, block_size)
 
 
 def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
@@ -100,7 +103,7 @@ SINK_AND_LOCAL = AlwaysRead()
 
 
 class _Captured(threading.local):
-    """Candidates of the graph that the current thread captures, keyed by the arguments of :func:`candidate_blocks`."""
+    """Candidates of the graph that the current thread captures, keyed by numbers of queries and keys and by settings."""
 
     candidates: dict[tuple, Candidates] | None = None
 
@@ -118,33 +121,31 @@ def shared_by_layers() -> Iterator[None]:
         _captured.candidates = None
 
 
-def candidate_blocks(
-    num_queries: int,
-    num_keys: int,
-    block_size: int,
-    kv_start: Tensor | None,
-    device: torch.device,
-    always: AlwaysRead = SINK_AND_LOCAL,
-) -> Candidates:
+def candidate_blocks(x: "LayerInputs", block_size: int, always: AlwaysRead = SINK_AND_LOCAL) -> Candidates:
     """Returns the visible blocks, of which the diagonal ones and those in ``always`` must be read.
 
     Without padding the result depends only on shapes. It is then cached for the other layers, because computing it takes longer
     than the selection.
     """
-    if kv_start is not None:
-        return _candidate_blocks(num_queries, num_keys, block_size, kv_start, device, always)
+    key, device = (x.num_queries, x.num_keys, block_size, always), x.q.device
+    if x.kv_start is not None:
+        return _candidate_blocks(*key, device, x.kv_start)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # without values until the graph is replayed
-        key = num_queries, num_keys, block_size, always
         found = {} if _captured.candidates is None else _captured.candidates
         if key not in found:
-            found[key] = _candidate_blocks(num_queries, num_keys, block_size, None, device, always)
+            found[key] = _candidate_blocks(*key, device)
         return found[key]
     with torch.inference_mode(False):  # a cached inference tensor could not be used in training
-        return _cached_blocks(num_queries, num_keys, block_size, None, device, always)
+        return _cached_blocks(*key, device)
 
 
 def _candidate_blocks(
-    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device, always: AlwaysRead
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    always: AlwaysRead,
+    device: torch.device,
+    kv_start: Tensor | None = None,
 ) -> Candidates:
     """Computes the result of :func:`candidate_blocks` without a cache.
 

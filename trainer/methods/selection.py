@@ -113,7 +113,7 @@ class Selection:
     def candidates(self, x: LayerInputs) -> Candidates:
         """Returns the blocks to select from."""
         always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
-        return candidate_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device, always)
+        return candidate_blocks(x, self.block_size, always)
 
 
 def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:

@@ -162,7 +162,7 @@ def calibrate_blocks(
 
     def dense_attention_with_scores(x: LayerInputs) -> Tensor:
         for name, scorer in scorers.items():
-            candidates = candidate_blocks(x.num_queries, x.num_keys, scorer.block_size, x.kv_start, x.q.device, served)
+            candidates = candidate_blocks(x, scorer.block_size, served)
             scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
             added = block_histograms(scores, candidates.rows(slice(-1)), allocations[name].floor)
             before = found.get((name, x.layer))

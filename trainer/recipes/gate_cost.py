@@ -101,7 +101,7 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
         size = gate.cfg.block_size
         dense = gate.true_map(x)
         with torch.enable_grad():
-            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            visible = visible_blocks(x, size)
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))
         return dense.out
 

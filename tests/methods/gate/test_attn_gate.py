@@ -23,9 +23,8 @@ from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, rotated, topical_tokens
+from tests.methods.layers import geometry, layer_inputs
 from tests.sparse import save
-
-CPU = torch.device("cpu")
 
 
 def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
@@ -155,7 +154,7 @@ def loss_inputs(padding=None, heads=4):
     q, k, v = testing.random_qkv(1 if padding is None else len(padding), 4, 2, 72, head_size=16)
     kv_start = testing.starts(padding)
     pooled = maxpool_attention(q * 3, k, v, block_size=BLOCK, kv_start=kv_start).pooled
-    visible = visible_blocks(72, 72, BLOCK, kv_start, CPU)
+    visible, _ = geometry(72, 72, padding)
     return torch.randn(q.shape[0], heads, 5, 5, requires_grad=True), pooled, visible
 
 
@@ -202,7 +201,7 @@ def test_precomputed_gradients_equal_autograd(heads, target):
     total = torch.zeros(())
     for x in inputs_of_layers(model, ids):
         pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, pool=target, scale=x.scale).pooled
-        loss = gate_loss(gate.logits(x), pooled, visible_blocks(71, 71, BLOCK, None, CPU), cfg)
+        loss = gate_loss(gate.logits(x), pooled, visible_blocks(x, BLOCK), cfg)
         torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
         total = total + loss
     torch.testing.assert_close(outputs["loss"], total)
@@ -253,7 +252,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     chunks = [{"input_ids": row} for row in ids]
     gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
-    candidates = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU)
+    candidates = candidate_blocks(layer_inputs(40 * BLOCK), BLOCK)
     long = candidates.visible[..., 16:, :]
     for x in inputs_of_layers(model, ids):
         mask = selection.blocks(x)
@@ -271,7 +270,7 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
     assert gate.thresholds.layers[0] == gate.thresholds.layers[1]
     selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.7), gate)
-    long = candidate_blocks(40 * BLOCK, 40 * BLOCK, BLOCK, None, CPU).visible[..., 16:, :]
+    long = geometry(40 * BLOCK, 40 * BLOCK, None)[0][..., 16:, :]
     read = [selection.blocks(x)[..., 16:, :].sum() / (long.sum() * 16) for x in inputs_of_layers(model, ids)]
     assert sum(read) / 2 == pytest.approx(0.3, abs=0.02)
     assert read[1] > read[0] + 0.02

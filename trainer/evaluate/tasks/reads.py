@@ -38,7 +38,7 @@ class PrefillReads:
         if self.maps.shows(x.layer):
             selection = self.method.selection(self.select)
             size, scores = selection.block_size, selection.scorer(x)
-            visible = visible_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
+            visible = visible_blocks(x, size)
             target = "mass" if selection.gate is None else selection.gate.cfg.target
             self.maps.add(x.layer, visible, Oracle(size, target)(x), scores, selection.choose(scores, x) > 0)
 

@@ -112,7 +112,7 @@ class GateDistiller(nn.Module):
         """Returns dense attention, the loss of the layer's gates with a graph to their parameters, and these parameters."""
         cfg = self.gate.cfg
         dense = self.gate.true_map(x)
-        visible = visible_blocks(x.num_queries, x.num_keys, cfg.block_size, x.kv_start, x.q.device)
+        visible = visible_blocks(x, cfg.block_size)
         with torch.enable_grad():
             loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
         return dense.out, loss, list(self.gate.layers[x.layer].parameters())
@@ -171,7 +171,7 @@ def gate_recall(
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
         size = gate.cfg.block_size
         dense = gate.true_map(x)
-        candidates = candidate_blocks(x.num_queries, x.num_keys, size, x.kv_start, x.q.device, gate.always)
+        candidates = candidate_blocks(x, size, gate.always)
 
         def recall(mask: Tensor) -> Tensor:
             return attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()

@@ -48,7 +48,7 @@ class QuestionScores(GateScores):
         masses = masses.unflatten(1, (-1, shared)).amax(2)  # [B, Hg, n, Tc]: a gate head serves all of its query heads
         # In place: at 131,072 tokens the scores of 32 heads are half a GiB.
         torch.maximum(scores, COLUMNS * normalize_rows(masses.sum(2, keepdim=True)), out=scores)
-        scores *= visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        scores *= visible_blocks(x, self.block_size)
         scores /= scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         self._set_exact_rows(x, scores, masses)
         return scores

@@ -10,7 +10,7 @@ from torch import Tensor
 from msattn.kernels.common.checks import first_query
 from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import visible_blocks
+from msattn.trainer.methods.blocks import RowSpan, row_span, visible_blocks
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import num_kv_heads
@@ -43,7 +43,11 @@ class UntrainedScorer(ABC):
 
     def visible(self, x: LayerInputs) -> Tensor:
         """Returns the causally visible blocks: bool ``[B | 1, 1, Tr, Tc]``."""
-        return visible_blocks(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        return visible_blocks(x, self.block_size)
+
+    def rows(self, x: LayerInputs) -> RowSpan:
+        """Returns the positions of the row blocks."""
+        return row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
 
     def first_query(self, x: LayerInputs) -> Tensor | None:
         """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import aligned_blocks, row_span
+from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
 from msattn.trainer.models.layer_attention import LayerInputs
 
@@ -28,7 +28,7 @@ class FlashPrefill(UntrainedScorer):
     def __call__(self, x: LayerInputs) -> Tensor:
         keys = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start).float()
         queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
-        rows = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        rows = self.rows(x)
         repeated = torch.arange(self.block_size, device=x.q.device) > (rows.last - rows.first).clamp(min=0)[..., None]
         logits, begin = [], 0
         for chunk in row_chunks(queries, self.block_size * keys.shape[2]):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
+from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.layer_attention import LayerInputs
 
@@ -44,7 +44,7 @@ class VerticalSlash(UntrainedScorer):
         reach = self.block_size - 1  # the distances in a block differ by up to this from that of its first query and key
         # Entry i is of the distances around i - reach: the first is -reach.
         largest = F.max_pool1d(F.pad(slash, (2 * reach, reach)), 2 * reach + 1, stride=1)
-        first = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device).first
+        first = self.rows(x).first
         columns = torch.arange(0, x.num_keys, self.block_size, device=x.q.device)
         # [B | 1, Tr, Tc]; blocks outside the range are not visible.
         index = (first[..., None] - columns + reach).clamp(0, largest.shape[2] - 1)

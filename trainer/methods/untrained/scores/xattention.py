@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows, row_span
+from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer, row_chunks
 from msattn.trainer.models.layer_attention import LayerInputs
 
@@ -34,7 +34,7 @@ class XAttention(UntrainedScorer):
         keys = keys.flatten(4).flatten(2, 3).float()  # [B, Hkv, Tc * tiles, stride * D]
         queries = aligned_blocks(x.q, self.first_query(x), self.block_size).unflatten(3, (tiles, self.stride))
         queries = queries.flip(4).flatten(4)  # [B, Hq, Tr, tiles, stride * D]: query s meets key stride - 1 - s
-        rows = row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        rows = self.rows(x)
         first = rows.first[..., None] + torch.arange(0, self.block_size, self.stride, device=x.q.device)  # [B | 1, Tr, tiles]
         newest = torch.minimum(first + self.stride - 1, rows.last[..., None])
         filled, starts = first <= rows.last[..., None], torch.arange(keys.shape[2], device=x.q.device) * self.stride
