@@ -54,12 +54,12 @@ class DecodeConfig:
     seerattn_start_layer: Annotated[int, Interval(ge=0, lt=2**31)] = 0
 
 
-def describes(document: Mapping[str, Any]) -> bool:
+def holds_decode_gates(document: Mapping[str, Any]) -> bool:
     """Returns True for a ``config.json`` of decode gates."""
     return "seerattn_gate_type" not in document and any(key in document for key in OF_DECODING)
 
 
-def read(
+def read_decode_gates(
     files: ModelFiles, config: "PretrainedConfig", finished_at: Finished = "last"
 ) -> tuple[DecodeGate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.

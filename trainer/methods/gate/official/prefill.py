@@ -43,7 +43,7 @@ class PrefillConfig:
     seerattn_gate_force_double: bool = False
 
 
-def read(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str, Any], str]:
+def read_gates(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
 
     Raises UserError if the files are damaged, or the gates compute something else than ours.
