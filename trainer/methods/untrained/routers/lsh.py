@@ -3,14 +3,13 @@
 MagicPIG weights the sampled keys by the inverse of their sampling probability; here they are read without weights.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
-from msattn.trainer.models.families import head_dim, num_kv_heads
 from msattn.trainer.models.layer_attention import LayerInputs
 
 BITS, TABLES = 8, 150  # K and L: of MagicPIG's, those that collide with the most keys
@@ -31,14 +30,10 @@ class CollidingKeys(UntrainedBlocks):
     block_size = 1
     vectors: Tensor
 
-    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, head_dim: int, seed: int = 0) -> None:
-        super().__init__(num_buckets, layers, kv_heads)
-        generator = torch.Generator().manual_seed(seed)
-        self.register_buffer("vectors", torch.randn(head_dim, TABLES * BITS, generator=generator))
-
-    @classmethod
-    def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
-        return cls(num_buckets, layers, num_kv_heads(config), head_dim(config), seed)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        generator = torch.Generator().manual_seed(self.seed)
+        self.register_buffer("vectors", torch.randn(self.head_dim, TABLES * BITS, generator=generator))
 
     def codes(self, x: Tensor) -> Tensor:
         """Returns the code of each vector ``x [..., D]`` in each table: int16 ``[..., TABLES]``."""

@@ -1,7 +1,5 @@
 """Random buckets that are visited at random: the floor that other routers should exceed."""
 
-from typing import Any, Self
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,6 @@ from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import BucketRouter, hash32
 from msattn.trainer.methods.untrained.base import UntrainedRouter
 from msattn.trainer.methods.untrained.scores.random import STYLE
-from msattn.trainer.models.families import num_kv_heads
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # keyed by bytes per number
 MASK = 2**32 - 1
@@ -22,14 +19,6 @@ class RandomBuckets(UntrainedRouter, BucketRouter):
     """
 
     method = Method("random buckets", style=STYLE)
-
-    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, seed: int = 0) -> None:
-        super().__init__(num_buckets, layers, kv_heads)
-        self.seed = seed
-
-    @classmethod
-    def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
-        return cls(num_buckets, layers, num_kv_heads(config), seed)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns a random bucket of each key ``k [B, Hkv, N, D]`` after RoPE: int32 ``[B, Hkv, N]``."""
