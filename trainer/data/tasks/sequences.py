@@ -6,9 +6,9 @@ sequences may have several exercises, and their answers weigh more: a single one
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,6 @@ SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space 
 MOST_WORDS = 500  # words that a task draws
 WORD_CROPS, WORD_CROP = 512, 128  # number and tokens of the crops whose words keys and lists are made of
 SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
-
-
-class Tokenizer(Protocol):
-    """The interface of a tokenizer that the tasks use."""
-
-    def __len__(self) -> int: ...
-    def __call__(self, text: list[str], *, add_special_tokens: bool, verbose: bool) -> Mapping[str, Any]: ...
-    def convert_ids_to_tokens(self, ids: Any) -> Any: ...
-    def decode(self, token_ids: Any) -> Any: ...
 
 
 def crop_from(tokens: NDArray[Any]) -> Crop:
@@ -83,7 +74,7 @@ class TaskSequences:
     ``words``, for keys and lists, are lower-case words of the vocabulary, and of the text, most of which have several tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, crop: Crop) -> None:
+    def __init__(self, tokenizer: Any, crop: Crop) -> None:
         self.tokenizer = tokenizer
         self.crop = crop
         self._starts_word = starts_word(tokenizer, np.arange(len(tokenizer)))
@@ -195,7 +186,7 @@ def needle_prompt(
     rng: Rng,
     length: int,
     crop: Crop,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     wording: Wording,
     *,
     count: int,
@@ -229,11 +220,11 @@ def needle_prompt(
     return NeedlePrompt(ids, len(answer), len(asked), statements[0], question)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenIds]:
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[TokenIds]:
     return [np.asarray(ids, np.int64) for ids in encode_texts(tokenizer, list(texts))]
 
 
-def starts_word(tokenizer: Tokenizer, ids: TokenIds) -> NDArray[np.bool_]:
+def starts_word(tokenizer: Any, ids: TokenIds) -> NDArray[np.bool_]:
     return np.array([token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool)
 
 
