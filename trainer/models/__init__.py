@@ -3,11 +3,10 @@
 Import functions for loading, configuration and devices from here; import :mod:`~msattn.trainer.models.tap`,
 :mod:`~msattn.trainer.models.rope` and the other modules directly. Nothing here depends on gates or buckets.
 """
+# ruff: noqa: F401 (names for import from here)
 
-from msattn.trainer.models.devices import DTYPES, resolve_device, resolve_dtype
+from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.families import (
-    FAMILIES,
-    ROPE_TYPES,
     attention_layers,
     check_length,
     check_supported,
@@ -19,16 +18,8 @@ from msattn.trainer.models.families import (
     num_kv_heads,
     num_layers,
     output_logits,
-    rope_parameters,
     served_layers,
     text_config,
 )
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_progress_bar, random_config
-
-__all__ = [
-    "DTYPES", "EMBEDDED", "FAMILIES", "ROPE_TYPES", "Loaded", "attention_layers", "check_length", "check_supported",
-    "decoder", "family_of", "fingerprint", "head_dim", "load", "max_length", "no_progress_bar", "num_heads", "num_kv_heads",
-    "num_layers", "output_logits", "random_config", "resolve_device", "resolve_dtype", "rope_parameters", "served_layers",
-    "text_config",
-]  # fmt: skip
