@@ -16,8 +16,8 @@ from msattn.kernels.common.densities import bucket_densities
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router, bucket_sizes
 from msattn.trainer.methods.budgets import KeyThresholds
-from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 LOWEST_DENSITY, DENSITY_BINS, BINS_OF_OCTAVE = -15, 4000, 100  # histogram of log2 density, from 2^-15 to 2^25
 
 
-@torch.no_grad()
 def calibrate_keys(
     router: Router,
     teacher: "PreTrainedModel",
@@ -49,13 +48,11 @@ def calibrate_keys(
     layers = set(router.layers) - set(dense_layers) or set(router.layers)
     counts = torch.zeros(DENSITY_BINS, dtype=torch.float64, device=teacher.device)
 
-    def dense_attention_with_counts(x: LayerInputs) -> Tensor:
-        if x.layer in layers:
-            counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
-        return dense_attention(x)
+    def count(x: LayerInputs) -> None:
+        counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
 
     with activity("calibrating the thresholds of bucket densities"):
-        run_tapped(teacher, dense_attention_with_counts, chunks)
+        visit_layers(teacher, count, chunks, layers)
     counts = cast(Tensor, reduce_over_ranks(counts, "sum"))  # over ranks: integers, so the order does not change the sum
     if not counts.any():
         raise UserError(f"sink={sink}: the calibration needs chunks with keys outside the dense window")

@@ -37,8 +37,8 @@ from msattn.trainer.config.schema import Share
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.models.families import num_layers
-from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_tapped
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
@@ -137,7 +137,6 @@ class _Histograms(NamedTuple):
         )
 
 
-@torch.no_grad()
 def calibrate_blocks(
     scorers: Mapping[str, "Scorer"],
     teacher: "PreTrainedModel",
@@ -160,17 +159,16 @@ def calibrate_blocks(
     found: dict[tuple[str, int], _Histograms] = {}
     served = always._replace(short_rows=SHORT_ROWS)
 
-    def dense_attention_with_scores(x: LayerInputs) -> Tensor:
+    def count(x: LayerInputs) -> None:
         for name, scorer in scorers.items():
             candidates = candidate_blocks(x, scorer.block_size, served)
             scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
             added = block_histograms(scores, candidates.rows(slice(-1)), allocations[name].floor)
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
-        return dense_attention(x)
 
     with activity(f"calibrating the thresholds of {', '.join(scorers)}"):
-        run_tapped(teacher, dense_attention_with_scores, chunks)
+        visit_layers(teacher, count, chunks)
     found = cast(dict, reduce_over_ranks(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
     tables = {}

@@ -338,14 +338,14 @@ def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> 
     return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
 
 
+@torch.no_grad()
 def run_tapped(model: "PreTrainedModel", attend: Attend, chunks: Iterable[Mapping[str, Tensor]]) -> None:
-    """Runs the decoder with ``attend`` over each of ``chunks``, items ``{"input_ids": int64 [N]}``."""
+    """Runs the decoder with ``attend`` over each of ``chunks``, items ``{"input_ids": int64 [N]}``, without gradients."""
     with tap(model, attend):
         for chunk in chunks:
             run_backbone(model, chunk["input_ids"][None].to(model.device))
 
 
-@torch.inference_mode()
 def visit_layers(
     model: "PreTrainedModel",
     see: Callable[[LayerInputs], object],

@@ -19,8 +19,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.targets import CANDIDATES, TrainingBatches, key_buckets, layer_targets
-from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import activity
 
 if TYPE_CHECKING:
@@ -110,19 +110,17 @@ class OnlineBatches:
         drawn = random_positions(len(input_ids), candidates, self._generator(visit))
         positions = [next(drawn).sort().values.to(device, torch.int32) for _ in range(cfg.steps_per_prompt)]
 
-        def recording_attention(x: LayerInputs) -> Tensor:
-            if x.layer in self.layers:
-                index, buckets = self.layers.index(x.layer), key_buckets(x, source.partition)
-                generator = self._generator(visit, x.layer)
-                for slot, chosen in enumerate(positions, first_slot):
-                    found = layer_targets(x, source.partition, buckets, cfg, chosen, generator, cfg.batch_queries)
-                    rows = self._rows(found["counts"])
-                    self.queries[index, slot] = found["queries"][rows]
-                    self.targets[index, slot] = found["targets"][rows]
-            return dense_attention(x)
+        def record(x: LayerInputs) -> None:
+            index, buckets = self.layers.index(x.layer), key_buckets(x, source.partition)
+            generator = self._generator(visit, x.layer)
+            for slot, chosen in enumerate(positions, first_slot):
+                found = layer_targets(x, source.partition, buckets, cfg, chosen, generator, cfg.batch_queries)
+                rows = self._rows(found["counts"])
+                self.queries[index, slot] = found["queries"][rows]
+                self.targets[index, slot] = found["targets"][rows]
 
-        with activity(f"drawing queries of prompt {visit}"), tap(source.model, recording_attention), torch.no_grad():
-            run_backbone(source.model, input_ids[None])
+        with activity(f"drawing queries of prompt {visit}"):
+            visit_layers(source.model, record, [{"input_ids": input_ids}], self.layers)
 
     def _rows(self, counts: Tensor) -> Tensor:
         """Returns the rows of each classifier's batch, int64 ``[H, n]``, of ``counts [Hq]`` rows of query heads.

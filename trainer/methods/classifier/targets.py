@@ -22,8 +22,8 @@ from msattn.trainer.config import QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32, layer_index
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts
 
@@ -108,15 +108,11 @@ def prompt_targets(
     positions = candidates.sort().values.to(input_ids.device, torch.int32)
     found: dict[str, Tensor] = {}
 
-    def recording_attention(x: LayerInputs) -> Tensor:
-        if x.layer in partition.layers:
-            buckets, most = key_buckets(x, partition), cfg.queries_per_prompt
-            tensors = layer_targets(x, partition, buckets, cfg, positions, generator, most)
-            found.update({f"{x.layer}.{name}": value.cpu() for name, value in tensors.items()})
-        return dense_attention(x)
+    def record(x: LayerInputs) -> None:
+        tensors = layer_targets(x, partition, key_buckets(x, partition), cfg, positions, generator, cfg.queries_per_prompt)
+        found.update({f"{x.layer}.{name}": value.cpu() for name, value in tensors.items()})
 
-    with tap(model, recording_attention), torch.no_grad():
-        run_backbone(model, input_ids[None])
+    visit_layers(model, record, [{"input_ids": input_ids}], partition.layers)
     return found
 
 

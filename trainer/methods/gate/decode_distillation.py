@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import GateDistiller, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_tapped
+from msattn.trainer.models.tap import visit_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,6 @@ class DecodeGateDistiller(GateDistiller):
         return gate_loss(self.gate.logits(x, positions), largest, visible, replace(cfg, skip_rows=0))
 
 
-@torch.no_grad()
 def decode_gate_recall(
     gate: DecodeGate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], maps: BlockMaps | None = None
 ) -> dict[str, float]:
@@ -70,7 +69,7 @@ def decode_gate_recall(
     recalls, cfg = Recalls(), gate.cfg
     size = cfg.block_size
 
-    def dense_attention_with_recall(x: LayerInputs) -> Tensor:
+    def measure(x: LayerInputs) -> None:
         positions = torch.linspace(0, x.num_keys - 1, min(MEASURED_QUERIES, x.num_keys), device=x.q.device).round().long()
         visible, far = (far_blocks(positions, x.num_keys, size, recent) for recent in (0, cfg.recent + size))
         always = visible & ~far
@@ -82,9 +81,8 @@ def decode_gate_recall(
         recalls.add(
             {"gate": scores, "oracle": true}, candidates, x.layer, lambda mask: (mass * mask[:, :, None]).sum(-1).mean(), maps
         )
-        return dense_attention(x)
 
-    run_tapped(teacher, dense_attention_with_recall, chunks)
+    visit_layers(teacher, measure, chunks)
     return recalls.means()
 
 

@@ -155,7 +155,6 @@ class Recalls:
         return {name: fmean(values) for name, values in merged.items()}
 
 
-@torch.no_grad()
 def gate_recall(
     gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], maps: BlockMaps | None = None
 ) -> dict[str, float]:

@@ -56,7 +56,6 @@ class AShape(UntrainedScorer):
         return normalize_rows(scores).expand(x.q.shape[0], -1, -1, -1)
 
 
-@torch.no_grad()
 def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
     """Returns the A shape whose scores are the means of normalized block maps, of largest probabilities, by head and distance.
 
