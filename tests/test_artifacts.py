@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from msattn.kernels.common.checks import MAX_HEAD_SIZE
-from msattn.trainer.artifacts import artifact_folder, check_model, check_writable, read
+from msattn.trainer.artifacts import check_model, check_writable, read
 from msattn.trainer.artifacts.manifest import checksum
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage import replace
@@ -19,7 +19,7 @@ from tests.artifacts import MODEL, save
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return artifact_folder(tmp_path / "outputs", "tiny", "base", "gate")
+    return tmp_path / "outputs/tiny/base/gate"
 
 
 def test_read_returns_what_write_stored(folder: Path) -> None:

@@ -6,7 +6,7 @@ never used.
 """
 # ruff: noqa: F401 (names for import from here)
 
-from msattn.trainer.artifacts.folders import SHIPPED, artifact_folder, artifacts_of_run, default_artifact, find
+from msattn.trainer.artifacts.folders import SHIPPED, artifacts_of_run, default_artifact, find
 from msattn.trainer.artifacts.hub import push
 from msattn.trainer.artifacts.manifest import IDENTITY_FIELDS, KINDS, Artifact, check_model
 from msattn.trainer.artifacts.module import ArtifactModule

@@ -14,17 +14,12 @@ from msattn.trainer.storage.replace import current_folder
 SHIPPED = Path(__file__).parents[1] / "embedded" / "artifacts"  # the artifacts of the embedded model, a folder of each kind
 
 
-def artifact_folder(outputs: str | Path, model_name: str, name: str, kind: str) -> Path:
-    """Returns the path ``outputs/<model_name>/<name>/<kind>``."""
-    return Path(outputs) / model_name / name / kind
-
-
 def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
     """Returns the artifact of the configured model and name, or None if there is none.
 
     The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is given.
     """
-    own = artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
+    own = cfg.folder / kind
     if os.path.exists(current_folder(own)):
         return own
     shipped = cfg.model.is_embedded and cfg.name == RunConfig.name and os.path.isdir(SHIPPED / kind)

@@ -64,9 +64,8 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
         chosen["gate"] = None
     elif not any(chosen.values()):
         config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
-        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "gate").parent
         raise UserError(
-            f"{folder}: no gate, k-means or classifier here; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, "
+            f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, "
             "or add select=quest, which needs no training"
         )
     given = [kind for kind in ROUTER_KINDS if getattr(cfg.artifacts, kind)]

@@ -231,7 +231,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     for kind, command in COMMANDS.items():
         if not reads(cfg, "blocks" if kind == "gate" else "routings"):
             continue
-        folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, kind)
+        folder = cfg.folder / kind
         default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
         own = [_Path(kind, folder)] if default == folder else []
         if given is not None:

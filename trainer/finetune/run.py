@@ -56,7 +56,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
     in ``runs/finetune``. A model that cannot be trained is refused before the first step. If a loss is not
     finite (TrainingDiverged), the last complete checkpoint is kept.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "model")
+    folder = cfg.folder / "model"
     _check_folders(cfg, folder)
     gate = _load_gate(cfg) if cfg.sparse else None
     loaded = _load_model(cfg, gate)
@@ -66,7 +66,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
     tuner = FineTuner(loaded.model.requires_grad_(True), gate, cfg.select, gate_weight=cfg.gate_weight, dtype=dtype)
     if cfg.train.activation_checkpointing:
         checkpoint_activations(loaded.model)
-    work, config = folder.parent / "runs" / "finetune", asdict(cfg)
+    work, config = cfg.folder / "runs" / "finetune", asdict(cfg)
     with Tracker.of_job(cfg, "finetune", folder=work, run_name=f"{cfg.model.name}-{cfg.name}") as tracker:
         with tuner.attached(), sdpa_kernel(SDPA_PRIORITY, set_priority=True):
             items: Dataset[dict[str, Tensor]] = chunks

@@ -34,10 +34,10 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
     time are in the sibling folder ``runs/solver``. Raises UserError before training if a result exists or the device is
     missing. Raises TrainingDiverged if a loss is not finite; the last complete checkpoint is kept.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, "mta", cfg.name, "solver")
+    folder = cfg.folder / "solver"
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
     solver = build(cfg.mta, cfg.seed).to(resolve_device(cfg.device))
-    work, config = folder.parent / "runs" / "solver", asdict(cfg)
+    work, config = cfg.folder / "runs" / "solver", asdict(cfg)
     with Tracker.of_job(cfg, "train-mta", folder=work, run_name=f"mta-{cfg.name}") as tracker:
         metrics = _train(cfg, solver, work, tracker)
         tracker.summary(metrics)

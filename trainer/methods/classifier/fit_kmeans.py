@@ -19,8 +19,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.buckets import decode_defaults
 from msattn.trainer.methods.classifier.clustering import fit_centroids, mean_stats, resolve_engine
-from msattn.trainer.models.layer_attention import LayerInputs, dense_attention
-from msattn.trainer.models.tap import run_backbone, tap
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
@@ -40,7 +40,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     the data is not supported, held-out text is also training text, there are more buckets than keys, the keys do not fit into
     memory, or the engine is Faiss and it is not installed.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
+    folder = cfg.folder / "kmeans"
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans, device)}
@@ -54,7 +54,7 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "model": loaded.fingerprint}
     settings |= {"dtype": str(loaded.model.dtype), "seed": cfg.seed}
     with ranks.main_process_first():  # it removes parts that were made with other settings
-        parts = FinishedParts(folder.parent / "runs" / "kmeans" / "layers", settings, resume=cfg.resume)
+        parts = FinishedParts(cfg.folder / "runs" / "kmeans" / "layers", settings, resume=cfg.resume)
     ranks.wait_for_everyone()
     own_layers = models.served_layers(loaded.model.config)[ranks.process_index :: ranks.num_processes]
     fit_layers(cfg, loaded.model, chunks, parts, own_layers, device=device, quiet=not ranks.is_main_process)
@@ -139,20 +139,16 @@ def collect_keys(
     keys: dict[int, Tensor] = {}
     begin, chosen = 0, positions[0]
 
-    def collecting_attention(x: LayerInputs) -> Tensor:
-        if x.layer in layers:
-            new = (x.k if rope else x.k_nope)[0, :, chosen]
-            if x.layer not in keys:
-                keys[x.layer] = torch.empty(new.shape[0], sum(map(len, positions)), new.shape[2], dtype=new.dtype)
-            keys[x.layer][:, begin : begin + new.shape[1]] = new
-        return dense_attention(x)
+    def collect(x: LayerInputs) -> None:
+        new = (x.k if rope else x.k_nope)[0, :, chosen]
+        if x.layer not in keys:
+            keys[x.layer] = torch.empty(new.shape[0], sum(map(len, positions)), new.shape[2], dtype=new.dtype)
+        keys[x.layer][:, begin : begin + new.shape[1]] = new
 
-    device = next(model.parameters()).device
-    progress = Progress(transient=False, enabled=not quiet)
-    with tap(model, collecting_attention), torch.no_grad(), progress:
+    with Progress(transient=False, enabled=not quiet) as progress:
         for i in progress.track(range(len(chunks)), description="keys of prompts"):
-            chosen = positions[i].to(device)
-            run_backbone(model, chunks[i]["input_ids"][None].to(device))
+            chosen = positions[i].to(model.device)
+            visit_layers(model, collect, [chunks[i]], layers)
             begin += len(chosen)
     return keys
 

@@ -53,7 +53,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     ``outputs/<model.name>/<name>/qmodel``. Raises UserError if there is no such k-means or it was made for another model (the
     message names the field), the artifact exists, or the settings do not fit each other or the machine.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "qmodel")
+    folder = cfg.folder / "qmodel"
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     partition = _load_partition(cfg).to(device)
@@ -65,7 +65,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
     )
     ranks = distributed.init_process_state(device)
-    job = _Job.open(cfg, folder, loaded, partition, text, heldout_text, ranks)
+    job = _Job.open(cfg, loaded, partition, text, heldout_text, ranks)
     for cache in job.caches:
         cache.compute_missing(loaded.model, ranks)
         cache.check()
@@ -85,7 +85,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
 
 
 def _load_partition(cfg: TrainQModelConfig) -> KMeans:
-    source = cfg.artifacts.kmeans or artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, "kmeans")
+    source = cfg.artifacts.kmeans or cfg.folder / "kmeans"
     if cfg.artifacts.kmeans is None and not os.path.exists(source):
         hint = f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names another"
         raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; {hint}")
@@ -108,7 +108,6 @@ class _Job:
     def open(
         cls,
         cfg: TrainQModelConfig,
-        folder: Path,
         loaded: models.Loaded,
         partition: KMeans,
         text: data.Chunks,
@@ -116,7 +115,7 @@ class _Job:
         ranks: PartialState,
     ) -> "_Job":
         """Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes."""
-        work = folder.parent / "runs" / "qmodel"
+        work = cfg.folder / "runs" / "qmodel"
         assert partition.artifact is not None
         of_targets = {
             "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},

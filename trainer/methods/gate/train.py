@@ -43,7 +43,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     artifact exists, the model is not supported or chunks are longer than its positions, and TrainingDiverged, with the last
     complete checkpoint kept, if a loss is not finite.
     """
-    folder = artifacts.artifact_folder(cfg.outputs, cfg.model.name, cfg.name, cfg.gate.kind)
+    folder = cfg.folder / cfg.gate.kind
     artifacts.check_writable(folder, cfg.overwrite)
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     init_process_state(loaded.model.device)
@@ -51,7 +51,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
     gate = PHASES[cfg.gate.phase][0].build(loaded.model.config, cfg.gate).to(loaded.model.device)
-    work = folder.parent / "runs" / folder.name
+    work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
         if isinstance(gate, Gate) and cfg.gate.target is None and _leaves_out(cfg):
