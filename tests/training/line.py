@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.config import TrainConfig
 from msattn.trainer.training.checkpoints import WEIGHTS
-from msattn.trainer.training.loop import fit
-from msattn.trainer.training.tracker import Tracker
+from tests.training import small
 
 TRAIN = TrainConfig(lr=1e-2, steps=24, batch_size=8, micro_batch_size=1, log_every=2, save_every=3)
 ITEMS = 20
@@ -58,8 +57,7 @@ class Line(nn.Module):
 
 
 def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, device: str = "cpu") -> None:
-    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        fit(module, Numbers(), train=train, folder=folder, tracker=tracker, device=torch.device(device), seed=5, resume=resume)
+    small.run(module, Numbers(), folder, train, resume=resume, device=device)
 
 
 def same_weights(a: Path, b: Path, steps: int = TRAIN.steps) -> bool:

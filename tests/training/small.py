@@ -3,7 +3,29 @@
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.config import DataConfig, TrackerConfig
+import torch
+from torch import nn
+
+from msattn.trainer.config import DataConfig, TrackerConfig, TrainConfig
+from msattn.trainer.training.checkpoints import TrainingResult
+from msattn.trainer.training.loop import fit
+from msattn.trainer.training.tracker import Tracker
+
+
+def run(
+    module: nn.Module,
+    dataset: Any,
+    folder: Path,
+    train: TrainConfig,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    **options: Any,
+) -> TrainingResult:
+    """Trains ``module`` with metrics and checkpoints in ``folder``."""
+    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
+        shared: dict[str, Any] = {"tracker": tracker, "device": torch.device(device), "seed": 5, "resume": resume}
+        return fit(module, dataset, train=train, folder=folder, **shared, **options)
 
 
 def write_words(folder: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.training.distributed import rank_shard
-from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, fit, newest_checkpoint
-from msattn.trainer.training.tracker import Tracker
+from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, newest_checkpoint
 from tests.running import metrics_lines
+from tests.training import small
 
 TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
 
@@ -59,19 +59,8 @@ class Regression(nn.Module):
         return {"loss": loss, "parts": parts}
 
 
-def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, **options: Any) -> TrainingResult:
-    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        return fit(
-            module,
-            options.pop("dataset", Points()),
-            train=train,
-            folder=folder,
-            tracker=tracker,
-            device=torch.device("cpu"),
-            seed=5,
-            resume=resume,
-            **options,
-        )
+def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, **options: Any) -> TrainingResult:
+    return small.run(module, options.pop("dataset", Points()), folder, train, **options)
 
 
 def weights(module: nn.Module) -> list[Tensor]:

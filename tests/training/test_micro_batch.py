@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from msattn.trainer.config import TrackerConfig, TrainConfig
+from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.progress import Progress
 from msattn.trainer.training import callbacks, micro_batch
 from msattn.trainer.training.checkpoints import newest_checkpoint, read_marker
-from msattn.trainer.training.loop import fit
-from msattn.trainer.training.tracker import Tracker
+from tests.training import small
 
 TRAIN = TrainConfig(lr=1e-2, steps=2, batch_size=12, save_every=1)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -69,9 +68,7 @@ def test_passes_have_as_many_tokens_as_a_device_is_faster_with(monkeypatch: pyte
 
 
 def run(folder: Path, module: Scale, *, resume: bool = False, **changes: Any) -> None:
-    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        train = replace(TRAIN, **changes)
-        fit(module, Sequences(), train=train, folder=folder, tracker=tracker, device=CPU, seed=0, resume=resume)
+    small.run(module, Sequences(), folder, replace(TRAIN, **changes), resume=resume)
 
 
 def test_a_resumed_run_keeps_the_number_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
