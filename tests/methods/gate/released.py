@@ -1,4 +1,4 @@
-"""Folders of SeerAttention's released gates."""
+"""Folders of SeerAttention's released gates, and their definition in fp64."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.official import import_gate
 from tests.factory import tiny_config
-from tests.methods.gate.random_gates import BLOCK
+from tests.methods.gate.random_gates import BLOCK, FUNCTIONS
 
 SIZE, HEADS, KV_HEADS = 16, 4, 2
 
@@ -45,6 +46,21 @@ def write(
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     torch.save(tensors, folder / "attn_gate_weights.pth")
     return tensors
+
+
+def their_rope(family: str, rope: str, hidden: int) -> tuple[Tensor, float]:
+    """Angles of a step of one token for gates of this width, and the factor of what is rotated, which YaRN has."""
+    angles = 1 / 10000.0 ** (torch.arange(0, hidden, 2) / hidden)
+    if rope in ("llama3", "yarn"):  # their definition is transformers' own
+        angles, factor = ROPE_INIT_FUNCTIONS[rope](tiny_config(family, rope, head_dim=hidden), "cpu")
+        assert (factor > 1.1) == (rope == "yarn")
+        return angles.double(), factor
+    return {"default": angles, "linear": angles / 2, "none": 0 * angles}[rope].double(), 1.0
+
+
+def pooled(block: Tensor, pools: str) -> Tensor:
+    """Pools a block ``[n, D]`` as a name such as ``Kmaxmin`` says: ``[pools * D]``."""
+    return torch.cat([FUNCTIONS[pools[i : i + 3]](block) for i in range(1, len(pools), 3)])
 
 
 def edited(folder: Path, **keys: Any) -> None:

@@ -21,7 +21,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
-from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
+from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, rotated, topical_tokens
 from tests.methods.layers import geometry, layer_inputs
 from tests.sparse import save
@@ -80,13 +80,10 @@ def test_scores_equal_plain_loops(changes, length):
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
 def test_padding_does_not_change_scores(heads):
-    gate = noisy_gate(config(heads=heads))
+    gate, model = noisy_gate(config(heads=heads)), tiny_model()
     rows = [random_tokens(1, n, seed=n)[0] for n in (71, 70, 33, 1)]
-    padding = [71 - len(row) for row in rows]
-    ids = torch.stack([torch.cat([row.new_zeros(pad), row]) for pad, row in zip(padding, rows, strict=True)])
-    mask = (torch.arange(71) >= torch.tensor(padding)[:, None]).long()
-    model = tiny_model()
-    padded = inputs_of_layers(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    ids, mask = left_padded(rows)
+    padded = inputs_of_layers(model, ids, attention_mask=mask)
     for b, row in enumerate(rows):
         for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
             scores, expected = gate.scores(x), gate.scores(alone)
@@ -108,27 +105,15 @@ def test_queries_are_the_last_positions_of_longer_keys():
     torch.testing.assert_close(padded[1:], alone)
 
 
-@pytest.mark.parametrize(
-    ("changes", "length"), [({}, 71), ({}, 5), ({"heads": "kv"}, 64), ({"rope": "model", "q_pool": ["avg"]}, 71)]
-)
-@torch.no_grad()
-def test_the_last_row_counts_its_last_queries_one_by_one(changes, length):
-    gate = noisy_gate(config(**changes), std=0.2)
-    for x in inputs_of_layers(tiny_model(), random_tokens(1, length)):
-        scores, pooled = GateScores(gate)(x), gate.scores(x)
+def test_the_last_queries_of_a_prompt_count_one_by_one():
+    """The scores of single queries are those of the operation, which has tests of its own."""
+    gate = noisy_gate(config(), std=0.2)
+    for x in inputs_of_layers(tiny_model(), random_tokens(1, 71)):
+        pooled = gate.scores(x)
+        assert torch.equal(GateScores(gate)(x), gate.scores(x, last_queries=True))
+        assert not torch.equal(GateScores(gate)(x), pooled)
         assert torch.equal(GateScores(gate, last_block="pooled")(x), pooled)
-        assert torch.equal(scores[:, :, :-1], pooled[:, :, :-1])
-        expected, row = pooled[:, :, -1], pooled.shape[2] - 1
-        for i in range(1, min(BLOCK, length) + 1):  # a block of this query alone, repeated; its blocks as far as it sees
-            seen, position = (length - i) // BLOCK + 1, length - i
-            repeated = {}
-            for name in ("q", "q_nope"):
-                repeated[name] = getattr(x, name).clone()
-                repeated[name][:, :, row * BLOCK :] = getattr(x, name)[:, :, [position]]
-            alone = gate.scores(replace(x, **repeated))[:, :, -1, :seen]
-            alone = alone / alone.sum(-1, keepdim=True)
-            expected[..., :seen] = torch.maximum(expected[..., :seen], alone)
-        torch.testing.assert_close(scores[:, :, -1], expected, rtol=1e-3, atol=1e-5)
+        assert torch.equal(GateScores(gate)(replace(x, ends_prompt=False)), pooled)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
@@ -182,13 +167,7 @@ def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding
     (gradient,) = torch.autograd.grad(value, logits)
     assert gradient.isfinite().all()
     assert (gradient.masked_select(~visible.expand_as(gradient)) == 0).all()
-
-
-def test_loss_of_confident_wrong_scores_is_finite():
-    logits, pooled, visible = loss_inputs()
-    for loss in LOSSES:
-        value = gate_loss(logits * 1e4, pooled, visible, config(loss=loss))
-        assert value.isfinite()
+    assert gate_loss(logits * 1e4, pooled, visible, config(loss=loss)).isfinite(), "confident wrong scores"
 
 
 @pytest.mark.parametrize(("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")])

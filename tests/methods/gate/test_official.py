@@ -17,39 +17,25 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.serving.attach import attach
-from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS
-from tests.methods.gate.released import SIZE, assert_refused, edited, released
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
+from tests.methods.gate.random_gates import BLOCK, rotated
+from tests.methods.gate.released import SIZE, assert_refused, edited, pooled, released, their_rope
 from tests.running import exit_code
 
 
 def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools: str, angles: Tensor, factor: float) -> Tensor:
-    """Computes block probabilities ``[H, T, T]`` from ``q [H, N, D]`` and ``k [Hkv, N, D]`` by the definition, in fp64.
-
-    Rotated pairs are complex numbers; ``angles`` are those of a step of one token.
-    """
-    q_names, k_names = ([part[i : i + 3] for i in range(1, len(part), 3)] for part in pools.split("_"))
-    blocks = math.ceil(q.shape[1] / BLOCK)
-    hidden = key.shape[2]
+    """Computes block probabilities ``[H, T, T]`` from ``q [H, N, D]`` and ``k [Hkv, N, D]`` by the definition, in fp64."""
+    (q_pools, k_pools), blocks = pools.split("_"), math.ceil(q.shape[1] / BLOCK)
     logits = torch.full((len(q), blocks, blocks), -torch.inf, dtype=torch.float64)
-
-    def rotated(vector: Tensor, block: int) -> Tensor:
-        pair = torch.complex(vector[: hidden // 2], vector[hidden // 2 :])
-        return factor * pair * torch.exp(1j * angles.double() * block * BLOCK)
-
-    def pooled(tokens: Tensor, names: list[str], block: int) -> Tensor:
-        part = tokens[block * BLOCK : (block + 1) * BLOCK].double()
-        return torch.cat([FUNCTIONS[name](part) for name in names])
-
     for head in range(len(q)):
         of_group = head * len(k) // len(q)
         weight = key[head if len(key) == len(q) else of_group].double()
-        for row in range(blocks):
-            vector = pooled(q[head], q_names, row)
-            vector = rotated(vector if query is None else vector @ query[head].double(), row)
-            for column in range(row + 1):
-                other = rotated(pooled(k[of_group], k_names, column) @ weight, column)
-                logits[head, row, column] = (vector * other.conj()).real.sum() / math.sqrt(hidden)
+        for row, queries in enumerate(q[head].double().split(BLOCK)):
+            vector = pooled(queries, q_pools)
+            vector = factor * rotated(vector if query is None else vector @ query[head].double(), angles, row * BLOCK)
+            for column, keys in enumerate(k[of_group].double().split(BLOCK)[: row + 1]):
+                other = factor * rotated(pooled(keys, k_pools) @ weight, angles, column * BLOCK)
+                logits[head, row, column] = vector @ other / math.sqrt(key.shape[2])
     return logits.softmax(-1)
 
 
@@ -68,21 +54,10 @@ def test_scores_are_theirs(tmp_path: Path, family: str, rope: str, hidden: int, 
     weights = released(tmp_path / "theirs", family, rope, hidden, pools, **keys)
     import_gate(str(tmp_path / "theirs"), tmp_path / "gate")
     gate = Gate.load(tmp_path / "gate")
-    model = tiny_model(family, rope)
-    half = torch.arange(0, hidden, 2) / hidden
-    angles, factor = 1 / 10000.0**half, 1.0
-    if rope == "linear":
-        angles = angles / 2
-    elif rope in ("llama3", "yarn"):  # their definition is transformers' own, for a head of the gate's width
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        like = tiny_config(family, rope, head_dim=hidden)
-        angles, factor = ROPE_INIT_FUNCTIONS[rope](like, "cpu")
-        assert (factor > 1.1) == (rope == "yarn")
-    for x in inputs_of_layers(model, random_tokens(1, 5 * BLOCK + 7)):
+    for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 5 * BLOCK + 7)):
         name = f"model.layers.{x.layer}.self_attn.attn_gate"
         key, query = weights[f"{name}.mask_linear_k.weight"], weights.get(f"{name}.mask_linear_q.weight")
-        expected = their_scores(x.q_nope[0], x.k_nope[0], key, query, pools, angles, factor)
+        expected = their_scores(x.q_nope[0], x.k_nope[0], key, query, pools, *their_rope(family, rope, hidden))
         torch.testing.assert_close(gate.scores(x)[0].double(), expected, rtol=1e-4, atol=1e-6)
         assert (expected[:, -1].amax(-1) - expected[:, -1].amin(-1)).min() > 0.01, "gates that tell blocks apart"
 

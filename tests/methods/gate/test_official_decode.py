@@ -15,9 +15,9 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
-from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS
-from tests.methods.gate.released import KV_HEADS, SIZE, assert_refused, edited, write
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
+from tests.methods.gate.random_gates import BLOCK, rotated
+from tests.methods.gate.released import KV_HEADS, SIZE, assert_refused, edited, pooled, their_rope, write
 from tests.methods.gate.released import released as released_for_prefill
 from tests.running import succeed
 
@@ -49,20 +49,18 @@ def released(
 
 
 def their_scores(
-    q: Tensor, k: Tensor, weights: dict[str, Tensor], pools: str, angles: Tensor | None, factor: float, averaged: bool
+    q: Tensor, k: Tensor, weights: dict[str, Tensor], pools: str, angles: Tensor, factor: float, averaged: bool
 ) -> Tensor:
     """Computes block scores ``[Hkv, T]`` of the last of ``q [H, N, D]`` for ``k [Hkv, N, D]`` by the definition, in fp64.
 
-    Rotated pairs are complex numbers; ``angles`` are those of a step of one token, None without RoPE. ``averaged`` queries of
-    a group are their mean.
+    ``averaged`` queries of a group are their mean.
     """
     query, key, scores = weights.get("linear_q"), weights["linear_k"].double(), []
 
     def finished(vector: Tensor, norm: str, position: int) -> Tensor:
         if norm in weights:
             vector = vector / (vector.square().mean() + 1e-6).sqrt() * weights[norm].double()
-        pair = torch.complex(*vector.chunk(2))
-        return pair if angles is None else factor * pair * torch.exp(1j * angles.double() * position)
+        return factor * rotated(vector, angles, position)
 
     for head in range(len(k)):
         group = q[head * GROUP : (head + 1) * GROUP, -1].double()
@@ -73,9 +71,8 @@ def their_scores(
             vector = sum((group[i] @ query[head, i].double() for i in range(GROUP)), torch.zeros(()))
         vector = finished(vector, "qnorm", q.shape[1] - 1)
         for number, block in enumerate(k[head].double().split(BLOCK)):
-            pooled = torch.cat([FUNCTIONS[pools[i : i + 3]](block) for i in range(1, len(pools), 3)])
-            other = finished(pooled @ key[head], "knorm", number * BLOCK)
-            scores.append((vector * other.conj()).real.sum() / math.sqrt(len(vector) * 2))
+            other = finished(pooled(block, pools) @ key[head], "knorm", number * BLOCK)
+            scores.append(vector @ other / math.sqrt(len(vector)))
     return torch.stack(scores).view(len(k), -1)
 
 
@@ -98,19 +95,11 @@ def test_scores_are_theirs(
     weights = released(tmp_path / "theirs", family, rope, hidden, queries, keys, **others)
     import_gate(str(tmp_path / "theirs"), tmp_path / "decode_gate")
     gate = DecodeGate.load(tmp_path)
-    angles, factor = 1 / 10000.0 ** (torch.arange(0, hidden, 2) / hidden), 1.0
-    if rope == "linear":
-        angles = angles / 2
-    elif rope == "yarn":  # their definition is transformers' own
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        angles, factor = ROPE_INIT_FUNCTIONS[rope](tiny_config(family, rope), "cpu")
-        assert factor > 1.1
+    of_gate = their_rope(family, rope if others.get("seerattn_use_rope", True) else "none", hidden)
     for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 7 * BLOCK + 5)):
         prefix = f"model.layers.{x.layer}.self_attn.attn_gate.attngate_"
         layer = {name.removeprefix(prefix)[:-7]: weight for name, weight in weights.items() if name.startswith(prefix)}
-        rotates = angles if others.get("seerattn_use_rope", True) else None
-        expected = their_scores(x.q_nope[0], x.k_nope[0], layer, keys, rotates, factor, "avg" in queries)
+        expected = their_scores(x.q_nope[0], x.k_nope[0], layer, keys, *of_gate, "avg" in queries)
         last = torch.tensor([x.num_keys - 1])
         for found in (
             gate.logits(x, last)[0, :, 0],
