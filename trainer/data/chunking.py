@@ -20,15 +20,14 @@ from torch.utils.data import Dataset
 from msattn.trainer.config import DataConfig, text_files
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
-from msattn.trainer.data.sources import Document, documents, source_identity
+from msattn.trainer.data.sources import Document, batched, documents, source_identity
 from msattn.trainer.errors import UserError, first_line, print_once
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
 MOST_EPOCHS = 3  # training warns of more passes over a text
-_BATCH_SIZE = 64  # documents that are encoded at once
-# A batch is complete from this size on. The tokenizer encodes its documents in parallel, in about 600 MiB.
-_BATCH_CHARACTERS = 2**23
+# A batch of documents that are encoded at once is complete from these sizes on: encoding takes much memory, here about 600 MiB.
+_BATCH_SIZE, _BATCH_CHARACTERS = 64, 2**23
 
 
 class Chunks(Dataset[dict[str, Tensor]]):
@@ -140,20 +139,6 @@ def _source_name(cfg: DataConfig, heldout: bool) -> str:
     return f"held-out documents of {setting}" if heldout else f"documents of {setting}"
 
 
-def _batches(source: Iterator[Document]) -> Iterator[list[Document]]:
-    """Yields batches of documents to encode at once: few documents if they are long, because encoding takes much memory."""
-    batch: list[Document] = []
-    size = 0
-    for document in source:
-        batch.append(document)
-        size += len(document.text)
-        if len(batch) == _BATCH_SIZE or size > _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None, bos: bool = False) -> np.ndarray:
     """Returns the tokens of documents, int32 [n], each with an end-of-text token.
 
@@ -161,12 +146,13 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
     document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
     """
     pieces: list[np.ndarray] = []
+    texts = batched((document.text for document in source), len, most=_BATCH_SIZE, size=_BATCH_CHARACTERS)
     first = [tokenizer.bos_token_id] if bos else []
     total = 0
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("tokens of text", total=at_least)
-        for batch in _batches(source):
-            encoded = encode_texts(tokenizer, [document.text for document in batch])
+        for batch in texts:
+            encoded = encode_texts(tokenizer, batch)
             pieces += [np.asarray([*first, *ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
             total += sum(len(first) + len(ids) + 1 for ids in encoded)
             progress.update(task, completed=total)

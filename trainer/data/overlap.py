@@ -6,7 +6,7 @@ import numpy as np
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.cache import cached
-from msattn.trainer.data.sources import Document, plain_documents, source_identity
+from msattn.trainer.data.sources import Document, batched, plain_documents, source_identity
 from msattn.trainer.errors import UserError, print_once
 
 WINDOW = 200  # characters, after normalization
@@ -70,8 +70,8 @@ def shared_windows(train: Iterable[Document], heldout: Iterable[Document]) -> tu
     pieces = [windows(document.text) for document in heldout]
     wanted = np.unique(np.concatenate(pieces)) if pieces else np.empty(0, np.uint64)
     found = np.zeros(len(wanted), bool)
-    for batch in _batches(windows(document.text) for document in train):
-        found |= np.isin(wanted, batch)
+    for batch in batched((windows(document.text) for document in train), len, most=1000, size=_PIECE // SAMPLED):
+        found |= np.isin(wanted, np.concatenate(batch))
     return int(found.sum()), len(wanted)
 
 
@@ -102,15 +102,3 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         hashes = (hashes ^ (hashes >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
         return hashes ^ (hashes >> np.uint64(32))
-
-
-def _batches(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Joins the arrays into larger ones, which are compared faster."""
-    batch: list[np.ndarray] = []
-    for piece in pieces:
-        batch.append(piece)
-        if sum(map(len, batch)) > _PIECE // SAMPLED or len(batch) > 1000:
-            yield np.concatenate(batch)
-            batch = []
-    if batch:
-        yield np.concatenate(batch)

@@ -4,12 +4,12 @@ import hashlib
 import lzma
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.config.text_files import (
@@ -32,6 +32,7 @@ from msattn.trainer.data.hub import hub_identity, hub_rows
 from msattn.trainer.data.tasks.injection import inject_needles
 from msattn.trainer.errors import UserError, first_line
 
+T = TypeVar("T")
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
 
 
@@ -234,6 +235,20 @@ def _text_of(row: Any, column: str, where: str) -> str:
     if not is_unicode(row[column]):
         raise UserError(f"data.column={column}: {where} has half of a surrogate pair in this column, expected Unicode text")
     return row[column]
+
+
+def batched(items: Iterable[T], size_of: Callable[[T], int], *, most: int, size: int) -> Iterator[list[T]]:
+    """Yields lists of ``items``, each complete from ``most`` items, or from a sum of sizes above ``size``, on."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += size_of(item)
+        if len(batch) == most or total > size:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _hub_documents(cfg: DataConfig, split: str) -> Iterator[Document]:

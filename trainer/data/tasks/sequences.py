@@ -88,9 +88,6 @@ class TaskSequences:
         """Returns ``length`` tokens with the task ``name``, and their weights."""
         if name == COPIES:
             return copies(rng, length, self.crop)
-        return self._exercise(name, rng, length)
-
-    def _exercise(self, name: str, rng: Rng, length: int) -> tuple[TokenIds, Weights]:
         room = length
         while room >= 16:
             most = max(1, room // ROOM) if name in COMBINED else 1
