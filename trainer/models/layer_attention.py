@@ -90,10 +90,12 @@ def block_map(x: LayerInputs, block_size: int = BLOCK, pool: str = "max") -> Max
 
 
 def dense_attention(x: LayerInputs) -> Tensor:
-    """Computes the attention of a layer over all keys, as the model does: ``[B, Hq, N, D]``."""
-    if x.softcap is not None or x.sinks is not None:
-        return capped_attention(x).out
-    return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
+    """Computes the attention of a layer over all keys, as the model does, differentiable: ``[B, Hq, N, D]``."""
+    if x.softcap is None and x.sinks is None:
+        return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
+    rows, cols = (-(-tokens // BLOCK) for tokens in (x.num_queries, x.num_keys))
+    every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
+    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=BLOCK, **score_options(x))).out
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:
@@ -142,13 +144,6 @@ def _dense_decode(q: Tensor, k: Tensor, v: Tensor, scale: float, kv_start: Tenso
     empty = ~visible.any(dim=1, keepdim=True)
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=(visible | empty)[:, None, None], scale=scale)
     return out.masked_fill(empty[:, None, None], 0).reshape(q.shape)
-
-
-def capped_attention(x: LayerInputs) -> SparseAttention:
-    """Computes dense attention with soft-capped scores and sinks, differentiable: sparse attention that reads every block."""
-    rows, cols = (-(-tokens // BLOCK) for tokens in (x.num_queries, x.num_keys))
-    every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
-    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=BLOCK, **score_options(x)))
 
 
 def decoded_attention(x: LayerInputs) -> SparseAttention:

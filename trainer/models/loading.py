@@ -45,24 +45,19 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or its memory is too small.
     """
     with activity(f"loading the model {cfg.name}"):
-        return _load(cfg, resolve_device(device), dtype, seed)
-
-
-def _load(cfg: ModelConfig, target: torch.device, dtype: str, seed: int) -> Loaded:
-    torch_dtype = resolve_dtype(dtype, target)
-    random = cfg.init == "random"
-    files = _files(cfg)
-    config, tokenizer = config_and_tokenizer(cfg, files)
-    try:
-        if random:
-            model = _random(config, target, torch_dtype, seed)
-        else:
-            model = _pretrained(files, config, target, torch_dtype, cfg.trust_remote_code)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
-    model.eval().requires_grad_(False)
-    revision = None if random else cfg.revision
-    return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
+        target, files = resolve_device(device), _files(cfg)
+        torch_dtype, random = resolve_dtype(dtype, target), cfg.init == "random"
+        config, tokenizer = config_and_tokenizer(cfg, files)
+        try:
+            if random:
+                model = _random(config, target, torch_dtype, seed)
+            else:
+                model = _pretrained(files, config, target, torch_dtype, cfg.trust_remote_code)
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
+        model.eval().requires_grad_(False)
+        revision = None if random else cfg.revision
+        return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
 
 
 def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
