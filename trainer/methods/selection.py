@@ -7,7 +7,7 @@ share this interface. Nothing here synchronizes with the device.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,22 +24,8 @@ from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, short
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
+OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
-
-
-class TrainedScorer(Protocol):
-    """Interface of a gate as a selection needs it: its block scores by name, and the settings that its artifact records.
-
-    These are the blocks that every row also reads, and the thresholds of ``calibrate_blocks`` (None without thresholds).
-    """
-
-    @property
-    def always(self) -> AlwaysRead: ...
-
-    @property
-    def thresholds(self) -> BlockThresholds | None: ...
-
-    def scorer(self, name: str) -> Scorer: ...
 
 
 @dataclass(frozen=True)
@@ -76,17 +62,17 @@ class Selection:
     def from_config(
         cls,
         cfg: SelectConfig,
-        gate: TrainedScorer | None = None,
+        gate: Any = None,
         *,
         scorer: Scorer | None = None,
         thresholds: BlockThresholds | None = None,
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
-        Gate scores need ``gate``; the scores ``a_shape`` need the ``scorer`` from ``measure_spans``. In other cases ``scorer``
-        replaces the one named by ``cfg.scores``. The policy ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or
-        those of the gate. Raises UserError if one of these is missing, or if the thresholds were measured with other
-        always-read blocks.
+        Gate scores need a ``gate`` (:class:`~msattn.trainer.methods.gate.attn_gate.Gate`); the scores ``a_shape`` need the
+        ``scorer`` from ``measure_spans``. In other cases ``scorer`` replaces the one named by ``cfg.scores``. The policy
+        ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or those of the gate. Raises UserError if one of these is
+        missing, or if the thresholds were measured with other always-read blocks.
         """
         scorer = scorer or _scorer(cfg, gate)
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL
@@ -116,7 +102,7 @@ class Selection:
         return candidate_blocks(x, self.block_size, always)
 
 
-def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:
+def _scorer(cfg: SelectConfig, gate: Any) -> Scorer:
     if not cfg.by_gate:
         scorer = untrained_scorer(cfg.scores)
         return scorer(**{item.name: getattr(cfg, item.name) for item in fields(scorer) if hasattr(cfg, item.name)})
@@ -124,21 +110,17 @@ def _scorer(cfg: SelectConfig, gate: TrainedScorer | None) -> Scorer:
         raise UserError(
             f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
         )
-    scorer: Any = gate.scorer(cfg.scores)
-    return replace(scorer, last_block=cfg.last_block)
+    return replace(gate.scorer(cfg.scores), last_block=cfg.last_block)
 
 
 def always_read(cfg: SelectConfig, recorded: AlwaysRead = SINK_AND_LOCAL) -> AlwaysRead:
     """Returns the blocks that ``cfg`` always reads; ``recorded`` are those of a gate's artifact."""
-    sink, local = (
-        default if given is None else given
-        for given, default in ((cfg.sink_blocks, recorded.sink_blocks), (cfg.local_blocks, recorded.local_blocks))
-    )
-    return AlwaysRead(sink, local, cfg.dense_queries)
+    given = {key: getattr(cfg, key) for key in OWN_ALWAYS if getattr(cfg, key) is not None}
+    return recorded._replace(**given, dense_queries=cfg.dense_queries)
 
 
 def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
-    for key in ("sink_blocks", "local_blocks"):
+    for key in OWN_ALWAYS:
         if getattr(asked, key) != getattr(recorded, key):
             raise UserError(
                 f"select.{key}={getattr(asked, key)}: the gate was calibrated with {getattr(recorded, key)}; "
