@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
     )
     ranks = distributed.init_process_state(device)
-    job = _Job.open(cfg, loaded, partition, text, heldout_text, ranks)
+    job = _Job(cfg, loaded, partition, text, heldout_text, ranks)
     for cache in job.caches:
         cache.compute_missing(loaded.model, ranks)
         cache.check()
@@ -92,31 +92,24 @@ def _load_partition(cfg: TrainQModelConfig) -> KMeans:
     return KMeans.load(source)
 
 
-@dataclass(frozen=True)
 class _Job:
-    """The training of the classifiers of a partition."""
+    """The training of the classifiers of a partition.
 
-    cfg: TrainQModelConfig
-    partition: KMeans
-    train: TargetCache | OnlineTargets  # the queries that train the classifiers, and their targets
-    heldout: TargetCache  # those that measure them
-    heads: int  # classifiers of a layer
-    work: Path  # the folder of caches, checkpoints and metrics
-    trained: FinishedParts  # the layers that are finished; the note of each has its metrics and seconds
+    Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes.
+    """
 
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         cfg: TrainQModelConfig,
         loaded: models.Loaded,
         partition: KMeans,
         text: data.Chunks,
         heldout_text: data.Chunks,
         ranks: PartialState,
-    ) -> "_Job":
-        """Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes."""
-        work = cfg.folder / "runs" / "qmodel"
+    ) -> None:
         assert partition.artifact is not None
+        self.cfg, self.partition = cfg, partition
+        self.work = cfg.folder / "runs" / "qmodel"  # of caches, checkpoints and metrics
         of_targets = {
             "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
             "data": [text.fingerprint, heldout_text.fingerprint],
@@ -130,17 +123,17 @@ class _Job:
             **resume_settings(cfg.train, cfg.seed, "adam", 1),
         }
         with ranks.main_process_first():
-            cached = FinishedParts(work / "cache", of_targets, resume=cfg.resume)
-            trained = FinishedParts(work / "layers", of_targets | of_training, resume=cfg.resume)
-            for leftover in work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ():
+            cached = FinishedParts(self.work / "cache", of_targets, resume=cfg.resume)
+            # The layers that are finished; the note of each has its metrics and seconds.
+            self.trained = FinishedParts(self.work / "layers", of_targets | of_training, resume=cfg.resume)
+            for leftover in self.work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ():
                 shutil.rmtree(leftover)
-        train: TargetCache | OnlineTargets = TargetCache(cached, "train", text, partition, cfg)
+        self.train: TargetCache | OnlineTargets = TargetCache(cached, "train", text, partition, cfg)
         if cfg.qmodel.source == "online":
-            train = OnlineTargets(loaded.model, text, partition, cfg)
-        heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
+            self.train = OnlineTargets(loaded.model, text, partition, cfg)
+        self.heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
         config = loaded.model.config
-        heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
-        return cls(cfg, partition, train, heldout, heads, work, trained)
+        self.heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)  # of a layer
 
     @property
     def caches(self) -> list[TargetCache]:
