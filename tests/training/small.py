@@ -23,7 +23,7 @@ def run(
     **options: Any,
 ) -> TrainingResult:
     """Trains ``module`` with metrics and checkpoints in ``folder``."""
-    with Tracker.start(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
+    with Tracker(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
         shared: dict[str, Any] = {"tracker": tracker, "device": torch.device(device), "seed": 5, "resume": resume}
         return fit(module, dataset, train=train, folder=folder, **shared, **options)
 

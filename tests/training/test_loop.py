@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import TrainingDiverged, UserError
+from msattn.trainer.training.checkpoints import TrainingResult, newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
-from msattn.trainer.training.loop import TrainingDiverged, TrainingResult, newest_checkpoint
 from tests.running import metrics_lines
 from tests.training import small
 

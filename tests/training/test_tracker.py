@@ -22,7 +22,7 @@ NONE, WANDB = TrackerConfig("none"), TrackerConfig("wandb", project="tests")
 
 def start(cfg: TrackerConfig, folder: Path, **options: Any) -> Tracker:
     settings: dict[str, Any] = {"config": {"lr": 0.1}, "job": "train-gate", "tags": ["tiny", "base"]}
-    return Tracker.start(cfg, folder=folder, run_name="name", **settings, **options)
+    return Tracker(cfg, folder=folder, run_name="name", **settings, **options)
 
 
 def fake_artifact(folder: Path) -> Path:

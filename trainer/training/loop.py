@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from msattn.trainer.config import TrainConfig
-from msattn.trainer.errors import Fault, Terminated, TrainingDiverged, UserError, output_error
+from msattn.trainer.errors import Fault, Terminated, UserError, output_error
 from msattn.trainer.training import micro_batch
 from msattn.trainer.training.callbacks import TrainingCallback
 from msattn.trainer.training.checkpoints import (
@@ -35,15 +35,12 @@ from msattn.trainer.training.checkpoints import (
     describe_last_checkpoint,
     handle_write_errors,
     load_weights,
-    newest_checkpoint,
     prepare_resume,
     read_marker,
     resume_settings,
 )
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
-
-__all__ = ["TrainingDiverged", "TrainingResult", "fit", "newest_checkpoint"]
 
 # The members of transformers.SchedulerType that need only a number of steps.
 _SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")

@@ -22,38 +22,15 @@ from msattn.trainer.training.wandb_run import WandbRun
 class Tracker:
     """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
-    Only rank 0 writes. A resumed run appends to the file, see :meth:`cut`, and to the same wandb run. On a full disk whole
-    lines are dropped with one message, and the run continues. ``step`` is the optimizer step, updated by the training loop;
-    ``offset``, the steps of earlier stages of the run, is added to every logged step.
+    Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key); only rank 0
+    writes. With ``resume``, it appends to the file, see :meth:`cut`, and to the previous wandb run in this folder, if there is
+    one. On a full disk whole lines are dropped with one message, and the run continues. ``step`` is the optimizer step, updated
+    by the training loop; ``offset``, the steps of earlier stages of the run, is added to every logged step. Raises UserError if
+    wandb is not installed, or its server cannot be reached.
     """
 
-    def __init__(self, folder: Path, run: WandbRun | None, *, writes: bool) -> None:
-        self.offset = self.step = 0
-        self._run = run
-        self._started = time.time()
-        self._file = (folder / "metrics.jsonl").open("ab", buffering=0) if writes else None
-        self._warned = False
-
-    @classmethod
-    def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
-        """Starts the tracker that ``cfg`` configures for the command ``job``, see :meth:`start`.
-
-        ``after_work``: the results are already written. If wandb fails to start, a warning says so and the file is kept.
-        """
-        config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
-        try:
-            return cls.start(
-                cfg.tracker, folder=folder, run_name=run_name, config=config, job=job, tags=cfg.tags, resume=resume
-            )
-        except UserError as error:
-            if not after_work:
-                raise
-            print_once(f"warning: {error}; {folder / 'metrics.jsonl'} has the figures")
-            return cls.start(TrackerConfig("none"), folder=folder, run_name=run_name, config={})
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         cfg: TrackerConfig,
         *,
         folder: Path | str,
@@ -62,20 +39,31 @@ class Tracker:
         job: str = "",
         tags: Sequence[str] = (),
         resume: bool = False,
-    ) -> "Tracker":
-        """Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key).
-
-        With ``resume``, the previous wandb run in this folder continues, if there is one. Raises UserError if wandb is
-        not installed, or its server cannot be reached.
-        """
+    ) -> None:
         folder = Path(folder)
-        writes = is_main_rank()
-        run = None
-        if writes:
+        self._run = self._file = None
+        if is_main_rank():
             folder.mkdir(parents=True, exist_ok=True)
             if cfg.kind != "none":
-                run = WandbRun.start(cfg, folder, run_name, config, job, tags, resume=resume)
-        return cls(folder, run, writes=writes)
+                self._run = WandbRun(cfg, folder, run_name, config, job, tags, resume=resume)
+            self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
+        self.offset = self.step = 0
+        self._started, self._warned = time.time(), False
+
+    @classmethod
+    def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
+        """Returns the tracker that ``cfg`` configures for the command ``job``.
+
+        ``after_work``: the results are already written. If wandb fails to start, a warning says so and the file is kept.
+        """
+        config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
+        try:
+            return cls(cfg.tracker, folder=folder, run_name=run_name, config=config, job=job, tags=cfg.tags, resume=resume)
+        except UserError as error:
+            if not after_work:
+                raise
+            print_once(f"warning: {error}; {folder / 'metrics.jsonl'} has the figures")
+            return cls(TrackerConfig("none"), folder=folder, run_name=run_name, config={})
 
     def cut(self, steps: int) -> None:
         """Removes what an earlier run in this folder logged after optimizer step ``steps``, from which this run continues."""

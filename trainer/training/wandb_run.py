@@ -21,21 +21,16 @@ LONG_KEYS = ("tensors", "details")  # keys of a manifest that are left to the up
 
 
 class WandbRun:
-    """The wandb run of a tracker.
+    """The wandb run of a tracker, offline without an API key; with ``resume``, the run whose id is in ``folder``, if any.
+
+    ``job`` is the command, wandb's ``job_type``. ``tags`` say what it worked on, e.g. model and name; they also name its
+    artifacts. Raises UserError if wandb is not installed, or its server cannot be reached.
 
     Each method sends one thing. If wandb refuses it or cannot be reached, one line on stderr says so and the work continues.
     """
 
-    def __init__(self, run: Any, cfg: TrackerConfig, name: str) -> None:
-        self._run = run
-        self._upload = cfg.upload
-        self._says_upload = cfg.kind == "wandb" or is_set_up()
-        self._name = name
-        self._failed: set[str] = set()
-
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         cfg: TrackerConfig,
         folder: Path,
         run_name: str,
@@ -43,13 +38,11 @@ class WandbRun:
         job: str,
         tags: Sequence[str],
         *,
-        resume: bool = False,
-    ) -> "WandbRun":
-        """Starts a run, offline without an API key; with ``resume``, continues the run whose id is in ``folder``, if any.
-
-        ``job`` is the command, wandb's ``job_type``. ``tags`` say what it worked on, e.g. model and name; they also name its
-        artifacts. Raises UserError if wandb is not installed, or its server cannot be reached.
-        """
+        resume: bool,
+    ) -> None:
+        self._upload, self._name = cfg.upload, "-".join(tags)
+        self._says_upload = cfg.kind == "wandb" or is_set_up()
+        self._failed: set[str] = set()
         try:
             import wandb
         except ModuleNotFoundError as error:
@@ -59,7 +52,7 @@ class WandbRun:
             mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
             run_id = _run_id(folder) if resume else None
             with _without_arguments():
-                run = wandb.init(
+                self._run: Any = wandb.init(
                     id=run_id,
                     resume="allow" if run_id else None,
                     project=cfg.project,
@@ -72,12 +65,11 @@ class WandbRun:
                     mode=mode,  # pyrefly: ignore[bad-argument-type]
                     settings=wandb.Settings(silent=True, console="off"),
                 )
-            (folder / RUN_ID).write_text(run.id)
+            (folder / RUN_ID).write_text(self._run.id)
         except (wandb.Error, ValueError, OSError) as error:  # from settings in the environment, and from its service
             raise UserError(
                 f"tracker=wandb: {_reason(error)}; WANDB_MODE=offline keeps the run here, tracker=none disables wandb"
             ) from error
-        return cls(run, cfg, "-".join(tags))
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
         """Logs numbers at ``step``, by default the latest."""

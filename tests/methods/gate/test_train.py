@@ -16,8 +16,8 @@ from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, gate_thresholds, train_gate
+from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
-from msattn.trainer.training.loop import newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import Job
 from tests.training.small import small_run, write_words
@@ -230,12 +230,6 @@ def test_a_killed_run_resumes_to_the_same_bits(root):
     other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
     with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
         train_gate(other)
-
-
-def test_chunks_longer_than_the_positions_are_refused(root):
-    cfg = run_config(root, "long")
-    with pytest.raises(UserError, match="seq_len"):
-        train_gate(replace(cfg, data=replace(cfg.data, seq_len=257)))
 
 
 @pytest.mark.parametrize(

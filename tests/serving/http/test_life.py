@@ -144,7 +144,7 @@ def test_metrics_are_logged_to_a_tracker_when_they_change(
 ) -> None:
     monkeypatch.setattr(metrics, "LOG_SECONDS", 0.01)
     with (
-        Tracker.start(TrackerConfig("none"), folder=tmp_path, run_name="serve", config={}) as tracker,
+        Tracker(TrackerConfig("none"), folder=tmp_path, run_name="serve", config={}) as tracker,
         running(small, configuration(), tracker=tracker) as served,
     ):
         eventually(lambda: len(metrics_lines(tmp_path)) == 1)

@@ -116,7 +116,7 @@ def train(
     module = WeightedLanguageModel(model)
     ranks = PartialState().num_processes
     tasks, seconds = TaskSequences(tokenizer, texts.crop), 0.0
-    with Tracker.start(TrackerConfig("none"), folder=out, run_name=plan.name, config=asdict(plan)) as tracker:
+    with Tracker(TrackerConfig("none"), folder=out, run_name=plan.name, config=asdict(plan)) as tracker:
         for number, stage in enumerate(plan.stages):
             _print(f"stage {number + 1}: {stage}")
             prompts = needle_prompts(texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1)
