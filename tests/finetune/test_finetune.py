@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,35 +186,35 @@ def test_an_existing_result_is_kept(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("change", "says"),
     [
         (
-            {"artifacts": ArtifactsConfig(gate="nowhere")},
+            lambda cfg: replace(cfg, artifacts=ArtifactsConfig(gate="nowhere")),
             r"artifacts.gate: .*nowhere: no such folder; msattn train-gate --model none .*trains gates",
         ),
-        ({"seed": 4}, "gate artifact made for small .random weights, seed 3.: its weights_hash"),
-        ({"train": {"fsdp": True}}, "train.fsdp=true: accelerate shards weights on GPUs only"),
+        (lambda cfg: replace(cfg, seed=4), "gate artifact made for small .random weights, seed 3.: its weights_hash"),
         (
-            {"train": {"batch_size": 3, "micro_batch_size": 3}, "name": "base"},
+            lambda cfg: replace(cfg, train=replace(cfg.train, fsdp=True)),
+            "train.fsdp=true: accelerate shards weights on GPUs only",
+        ),
+        (
+            lambda cfg: replace(cfg, name="base", overwrite=True),
             "artifacts.gate=.*base/gate: the result would overwrite it",
         ),
-        ({"device": "cuda"}, "device=cuda: PyTorch sees no CUDA GPU"),
-        ({"rope_scaling": None}, "data.seq_len=96: the model has positions for 64 tokens; shorten it, or extend the context"),
+        (lambda cfg: replace(cfg, device="cuda"), "device=cuda: PyTorch sees no CUDA GPU"),
+        (
+            lambda cfg: replace(cfg, model=replace(cfg.model, rope_scaling=None)),
+            "data.seq_len=96: the model has positions for 64 tokens; shorten it, or extend the context",
+        ),
     ],
 )
-def test_jobs_are_refused_before_training(root: Path, changes: dict[str, Any], says: str) -> None:
-    cfg = run_config(root, changes.get("name", "refused"))
-    if changes.get("device") == "cuda" and torch.cuda.is_available():
+def test_jobs_are_refused_before_training(root: Path, change: Callable[[FinetuneConfig], FinetuneConfig], says: str) -> None:
+    cfg = change(run_config(root, "refused"))
+    if cfg.device == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    nested = {
-        "train": replace(cfg.train, **changes.get("train", {})),
-        "model": replace(cfg.model, rope_scaling=changes.get("rope_scaling", YARN)),
-    }
-    flat = {key: value for key, value in changes.items() if key in ("artifacts", "seed", "device")}
-    overwrite = {"overwrite": True} if changes.get("name") == "base" else {}
     with pytest.raises(UserError, match=says):
-        finetune(replace(cfg, **nested, **flat, **overwrite))
-    assert not (root / "outputs/small/refused/model").exists()
+        finetune(cfg)
+    assert not (root / "outputs/small" / cfg.name / "model").exists()
 
 
 @pytest.mark.parametrize(

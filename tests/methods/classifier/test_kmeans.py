@@ -1,9 +1,11 @@
 """Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and two ranks."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,24 +76,24 @@ def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:
     torch.testing.assert_close(batched_kmeans(points, 10, 1, seed=3)[0], expected, rtol=0, atol=1e-5)
 
 
-def test_an_empty_bucket_splits_the_fullest() -> None:
-    sums = torch.tensor([[[4.0, 4.0], [0.0, 0.0], [0.0, 2.0]]])
-    means = split_fullest(sums, torch.tensor([[4.0, 0.0, 2.0]]), torch.full((1, 3, 2), 9.0))
-    eps = 1 / 1024
-    expected = torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 1.0]]])
-    torch.testing.assert_close(means, expected)
-    one_full = split_fullest(
-        torch.tensor([[[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]]]), torch.tensor([[3.0, 0.0, 0.0]]), torch.full((1, 3, 2), 9.0)
-    )
-    assert sorted(one_full[0, :, 0].tolist())[-1] == 9.0  # no other full bucket is left to split
+EPS = 1 / 1024
+HALVES = [[1 + EPS, 1 - EPS], [1 - EPS, 1 + EPS]]
 
 
-def test_a_bucket_above_the_capacity_replaces_the_smallest() -> None:
-    sums, counts = torch.tensor([[[6.0, 6.0], [1.0, 0.0], [0.0, 4.0]]]), torch.tensor([[6.0, 1.0, 2.0]])
-    eps, kept = 1 / 1024, split_fullest(sums, counts, torch.full((1, 3, 2), 9.0), capacity=6)
-    torch.testing.assert_close(kept, torch.tensor([[[1.0, 1.0], [1.0, 0.0], [0.0, 2.0]]]))
-    split = split_fullest(sums, counts, torch.full((1, 3, 2), 9.0), capacity=5.9)
-    torch.testing.assert_close(split, torch.tensor([[[1 + eps, 1 - eps], [1 - eps, 1 + eps], [0.0, 2.0]]]))
+@pytest.mark.parametrize(
+    ("sums", "counts", "capacity", "expected"),
+    [
+        ([[4, 4], [0, 0], [0, 2]], [4, 0, 2], math.inf, [*HALVES, [0, 1]]),
+        ([[3, 3], [0, 0], [0, 0]], [3, 0, 0], math.inf, [HALVES[0], [9, 9], HALVES[1]]),  # no other full one is left to split
+        ([[6, 6], [1, 0], [0, 4]], [6, 1, 2], 6, [[1, 1], [1, 0], [0, 2]]),
+        ([[6, 6], [1, 0], [0, 4]], [6, 1, 2], 5.9, [*HALVES, [0, 2]]),
+    ],
+)
+def test_the_fullest_bucket_is_split_for_an_empty_one_or_above_the_capacity(
+    sums: list[list[int]], counts: list[int], capacity: float, expected: list[list[float]]
+) -> None:
+    means = split_fullest(torch.tensor([sums]).float(), torch.tensor([counts]).float(), torch.full((1, 3, 2), 9.0), capacity)
+    torch.testing.assert_close(means, torch.tensor([expected]).float())
 
 
 @pytest.mark.parametrize("num_buckets", [16, 64])
@@ -110,11 +112,17 @@ def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets
     assert all(head["empty_buckets"] == 0 for head in after)
 
 
-def test_balance_is_refused_where_it_has_no_effect() -> None:
-    with pytest.raises(UserError, match=r"kmeans.balance=1.5: expected null with kmeans.engine=faiss"):
-        KMeansConfig(engine="faiss", balance=1.5)
-    with pytest.raises(UserError, match=r"kmeans.balance=1: expected a number in \(1, 1e6\], or null"):
-        KMeansConfig(balance=1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "faiss", "balance": 1.5}, r"kmeans.balance=1.5: expected null with kmeans.engine=faiss"),
+        ({"balance": 1}, r"kmeans.balance=1: expected a number in \(1, 1e6\], or null"),
+        ({"engine": "fais"}, r"kmeans.engine=fais: expected auto, batched, faiss \(did you mean faiss\?\)"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        KMeansConfig(**settings)
 
 
 class GpuFaiss:
@@ -136,14 +144,12 @@ def test_faiss_uses_the_gpu_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None
     assert flat_index(faiss, 64, CPU) == flat_index(GpuFaiss(0), 64, CUDA) == ("flat", 64)
 
 
-def test_non_finite_points_and_unknown_engines_are_rejected() -> None:
+def test_non_finite_points_are_rejected() -> None:
     points = blobs(heads=1, num_points=50)
     points[0, 7, 3] = torch.inf
     for engine in ("batched", "faiss"):
         with pytest.raises(UserError, match="dtype=float32: some of the model's keys are not finite"):
             fit_centroids(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
-    with pytest.raises(UserError, match=r"kmeans.engine=fais: expected auto, batched, faiss \(did you mean faiss\?\)"):
-        KMeansConfig(engine="fais")
 
 
 @pytest.mark.gpu
