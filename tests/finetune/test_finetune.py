@@ -21,7 +21,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.training.checkpoints import newest_checkpoint
 from tests.factory import tiny_architecture
 from tests.jobs import GPUS, Job, LaunchedGpuJob, prepare
-from tests.running import succeed
+from tests.running import metrics_lines, succeed
 from tests.training.small import small_run, write_words
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -84,8 +84,7 @@ def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
     assert facts["from"]["id"] == "small (random weights, seed 3)"
     assert facts["config"]["select"]["sparsity"] == 0.5
     assert facts["metrics"]["steps"] == 4
-    lines = [json.loads(line) for line in (trained.parent / "runs/finetune/metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "lr" in line]
+    steps = [line for line in metrics_lines(trained.parent / "runs/finetune") if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     gates = steps[0]["layer 0"] + steps[0]["layer 1"]
     assert steps[0]["loss"] == pytest.approx(steps[0]["language"] + gates, rel=1e-5)
@@ -307,6 +306,5 @@ def test_the_loss_falls_on_a_gpu(root: Path, sparsity: float) -> None:
     )
     folder = finetune(cfg)
     assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
-    lines = [json.loads(line) for line in (folder.parent / "runs/finetune/metrics.jsonl").read_text().splitlines()]
-    losses = [line["language"] for line in lines if "lr" in line]
+    losses = [line["language"] for line in metrics_lines(folder.parent / "runs/finetune") if "lr" in line]
     assert losses[-1] < losses[0]

@@ -14,7 +14,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
 from msattn.trainer.mta import block_retrieval
 from msattn.trainer.mta.train_mta import load
-from tests.running import exit_code
+from tests.running import exit_code, metrics_lines
 
 SMALL = ["device=cpu", "tracker=none", "train.num_workers=0", "train.log_every=1", "train.warmup_steps=1", "train.lr=1e-2"]
 SMALL += ["mta.blocks=3", "mta.letters=2", "mta.hidden_size=16", "mta.num_layers=1", "mta.test_problems=9"]
@@ -53,8 +53,8 @@ def test_the_written_model_has_the_written_accuracy(train: Callable[..., int], a
         assert trained.model.model.layers[0].self_attn.mask == "key"
     has_kernel = any(name.endswith("score_kernel") for name, _ in trained.named_parameters())
     assert has_kernel == (attention == "multi_token")
-    lines = [json.loads(line) for line in Path("outputs/mta/base/runs/solver/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "exact_match" in line] == [2, 4]
+    logged = metrics_lines(Path("outputs/mta/base/runs/solver"))
+    assert [line["step"] for line in logged if "exact_match" in line] == [2, 4]
 
 
 @pytest.mark.slow

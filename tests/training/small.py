@@ -45,3 +45,16 @@ def small_run(root: Path, name: str) -> dict[str, Any]:
         "device": "cpu",
         "seed": 3,
     }
+
+
+def interrupted_after(times: int, function: Any) -> Any:
+    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
+    remaining = iter([function] * times)
+
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return next(remaining)(*args, **named)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    return call

@@ -78,15 +78,8 @@ def test_a_resumed_run_keeps_the_number_of_the_checkpoint(tmp_path: Path, monkey
     assert (whole.passes, alone.passes) == ([4] * 6, [1] * 24)
     torch.testing.assert_close(whole.weight, alone.weight)
 
-    original = Scale.forward
-
-    def stopping(self: Scale, input_ids: Tensor) -> dict[str, Any]:
-        if len(self.passes) == 5:
-            raise KeyboardInterrupt
-        return original(self, input_ids)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Scale, "forward", stopping)
+        patch.setattr(Scale, "forward", small.interrupted_after(5, Scale.forward))
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "stopped", stopped, schedule="constant")
     last = newest_checkpoint(tmp_path / "stopped" / "checkpoints")

@@ -44,16 +44,3 @@ def write_documents(folder: Path) -> Path:
         words = [f"w{i}" for i in torch.randint(0, 60, (400,), generator=generator).tolist()]
         (folder / f"{number}.txt").write_text(" ".join(words))
     return folder
-
-
-def interrupted_after(times: int, function: Any) -> Any:
-    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
-    remaining = iter([function] * times)
-
-    def call(*args: Any, **named: Any) -> Any:
-        try:
-            return next(remaining)(*args, **named)
-        except StopIteration:
-            raise KeyboardInterrupt from None
-
-    return call

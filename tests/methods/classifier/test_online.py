@@ -18,7 +18,8 @@ from msattn.trainer.methods.classifier.online import OnlineBatches, OnlineTarget
 from msattn.trainer.methods.classifier.train import train_qmodel
 from tests.factory import inputs_of_layers, random_partition, tiny_model
 from tests.jobs import Job
-from tests.methods.classifier.runs import BUCKETS, configs, interrupted_after, write_documents
+from tests.methods.classifier.runs import BUCKETS, configs, write_documents
+from tests.training.small import interrupted_after
 
 TOKENS, LONG_RANGE = 60, 12
 

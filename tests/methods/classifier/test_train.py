@@ -1,7 +1,6 @@
 """`fit-kmeans` and `train-qmodel`: from text to artifacts, resuming, several ranks, and the cached targets."""
 
 import gc
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,7 @@ import pytest
 import torch
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import (
-    ArtifactsConfig,
-    QModelConfig,
-    TrainQModelConfig,
-)
+from msattn.trainer.config import ArtifactsConfig, QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier import fit_kmeans as fit_kmeans_module
@@ -31,7 +26,9 @@ from msattn.trainer.methods.classifier.train import train_qmodel
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_partition, random_tokens, tiny_model
 from tests.jobs import Job
-from tests.methods.classifier.runs import BUCKETS, LENGTH, configs, interrupted_after, write_documents
+from tests.methods.classifier.runs import BUCKETS, LENGTH, configs, write_documents
+from tests.running import metrics_lines
+from tests.training.small import interrupted_after
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +99,8 @@ def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:
     assert metrics["recall_qmodel@8/layer 1"] <= metrics["recall_oracle@8/layer 1"]
     assert metrics["cache_seconds_a_kv_head"] > 0
     assert metrics["training_seconds_a_kv_head"] > 0
-    lines = (trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    lines = metrics_lines(trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1")
+    losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
 
 

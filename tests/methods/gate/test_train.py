@@ -1,6 +1,5 @@
 """The job of msattn train-gate on a small random model: artifact, metrics, several ranks, resumption, failures."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
 from tests.factory import tiny_architecture
 from tests.jobs import Job
+from tests.running import metrics_lines
 from tests.training.small import small_run, write_words
 
 JOB = """
@@ -77,10 +77,6 @@ def work_folder(cfg: TrainGateConfig) -> Path:
     return Path(cfg.outputs, "small", cfg.name, "runs", "gate")
 
 
-def logged(cfg: TrainGateConfig) -> list[dict]:
-    return [json.loads(line) for line in (work_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
         gate.cfg = replace(gate.cfg, mean_weight=50.0)
@@ -120,7 +116,7 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     for sparsity in (0.5, 0.8, 0.9):
         assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= 1
         assert 0 < manifest["metrics"][f"recall/oracle@{sparsity}"] <= 1
-    lines = logged(cfg)
+    lines = metrics_lines(work_folder(cfg))
     steps = [line for line in lines if "lr" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert steps[0]["loss"] == pytest.approx(steps[0]["layer 0"] + steps[0]["layer 1"], rel=1e-5)
@@ -174,7 +170,7 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
     assert sum("outputs/small/shared/gate" in line for line in lines) == 1
 
-    for expected, line in zip(logged(alone), logged(shared), strict=True):
+    for expected, line in zip(*(metrics_lines(work_folder(cfg)) for cfg in (alone, shared)), strict=True):
         for key in expected.keys() & {"step", "loss", "layer 0", "layer 1", "grad_norm", "lr", "recall/gate@0.8/layer 1"}:
             assert line[key] == pytest.approx(expected[key], rel=1e-4)
     (folder, other) = (root / "outputs" / "small" / name / "gate" for name in ("alone", "shared"))
