@@ -60,6 +60,11 @@ def random_value(rng: Rng, digits: int = ANSWER_DIGITS) -> str:
     return str(rng.integers(10 ** (digits - 1), 10**digits))
 
 
+def draw_count(rng: Rng, least: int, most: int, room: int, each: int) -> int:
+    """Draws from ``least`` to ``most``, or to as many of ``each`` tokens as fit in ``room`` if these are fewer."""
+    return int(rng.integers(least, min(most, max(least, room // each)) + 1))
+
+
 def distinct(draw: Callable[[], str], count: int) -> list[str]:
     """Calls ``draw`` until it has returned ``count`` different texts."""
     found: dict[str, None] = {}
@@ -70,7 +75,7 @@ def distinct(draw: Callable[[], str], count: int) -> list[str]:
 
 def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to eight keys with a value each; some are asked for, one by one."""
-    count = int(rng.integers(1, min(8, max(1, room // 64)) + 1))
+    count = draw_count(rng, 1, 8, room, 64)
     keys, values = _keys(rng, count, words), _values(rng, count)
     wordings = _wordings(rng, count, words)
     facts = [wording.state(key, value) for wording, key, value in zip(wordings, keys, values, strict=True)]
@@ -81,7 +86,7 @@ def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
 def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Keys with one to four values; the answer names all values of a key, in the order of the text."""
-    count = int(rng.integers(1, min(4, max(1, room // 128)) + 1))
+    count = draw_count(rng, 1, 4, room, 128)
     wording = compose(rng, words)
     keys = _keys(rng, count, words)
     numbers = [int(rng.integers(1, 5)) for _ in keys]
@@ -97,7 +102,7 @@ def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
 
 def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """Two to eight keys; one question asks for the values of two to four of them."""
-    count = int(rng.integers(2, min(8, max(2, room // 64)) + 1))
+    count = draw_count(rng, 2, 8, room, 64)
     wording = compose(rng, words)
     keys, values = _keys(rng, count, words), _values(rng, count)
     facts = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
@@ -152,8 +157,7 @@ ASSIGNMENTS = [Assignments(*forms.split("|")) for forms in _ASSIGNMENTS]
 
 def tracking(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     """One to three chains of up to six variables, each set to the one before; the answer names the variables of a chain."""
-    chains = int(rng.integers(1, min(3, max(1, room // 256)) + 1))
-    length = int(rng.integers(2, min(6, max(2, room // 64)) + 1))
+    chains, length = draw_count(rng, 1, 3, room, 256), draw_count(rng, 2, 6, room, 64)
     form = one(rng, ASSIGNMENTS) if rng.random() < 0.5 else _assignments(rng, words)
     if rng.random() < 0.5:
         form = replace(form, question=ask(rng, words, "{value}"))
