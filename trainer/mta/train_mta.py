@@ -37,12 +37,15 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
     folder = cfg.folder / "solver"
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
     solver = build(cfg.mta, cfg.seed).to(resolve_device(cfg.device))
-    work, config = cfg.folder / "runs" / "solver", asdict(cfg)
+    work = cfg.folder / "runs" / "solver"
     with Tracker.of_job(cfg, "train-mta", folder=work, run_name=f"mta-{cfg.name}") as tracker:
         metrics = _train(cfg, solver, work, tracker)
         tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same weights
-            _write(folder, solver, {"config": config, "metrics": metrics, "versions": artifacts.versions()})
+            facts = {"config": asdict(cfg), "metrics": metrics, "versions": artifacts.versions()}
+            with locked(folder), replace_folder(folder) as new:  # an error leaves no partial folder
+                save_model(solver.model, str(new / WEIGHTS))
+                (new / RESULT).write_text(json.dumps(facts, indent=2) + "\n")
             tracker.log_artifact(folder)
     if PartialState().is_main_process:
         artifacts.print_summary(folder, metrics)
@@ -81,10 +84,3 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
         evaluate=partial(accuracy, solver, unseen, cfg.train.batch_size),
     )
     return result.losses | result.metrics | {"steps": result.steps, "seconds": result.seconds}
-
-
-def _write(folder: Path, solver: Solver, facts: dict[str, Any]) -> None:
-    """Writes weights and result; an error leaves no partial folder."""
-    with locked(folder), replace_folder(folder) as new:
-        save_model(solver.model, str(new / WEIGHTS))
-        (new / RESULT).write_text(json.dumps(facts, indent=2) + "\n")
