@@ -96,7 +96,7 @@ class PagedAttention:
     def create_counters(self, state: PagedState) -> None:
         """Creates the counters of a state. Must be called before a CUDA graph is captured, which keeps their addresses."""
         if state.buckets:
-            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()))
+            self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()), all_read=True)
 
     def _start(self, current: PagedPass) -> PagedPass:
         """Returns a pass; invalidates the known blocks that the pass writes, and counts the keys that it sees."""

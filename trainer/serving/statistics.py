@@ -13,6 +13,7 @@ from msattn.trainer.methods.blocks import Candidates, sparsity
 from msattn.trainer.models.timing import PhaseTimer
 
 Name = str | int  # a layer's number is the name of its sparsity
+VISIBLE, READ_DENSELY = "visible keys", "keys read in dense passes"  # of decoded tokens
 
 
 class SparseStats(dict[str, Any]):
@@ -44,8 +45,6 @@ class Statistics:
         self._counts: Counter[Name] = Counter()
         self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # sums of values: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
-        self._visible = self._read_densely = 0
-        self._on_device: dict[torch.device, Tensor] = {}  # the same two numbers
         self._lock = Lock()
 
     def add(self, name: Name, values: Tensor) -> None:
@@ -122,33 +121,23 @@ class Statistics:
 
         Numbers on a device are added in place, so that a CUDA graph may add them.
         """
+        device = keys.device if isinstance(keys, Tensor) else torch.device("cpu")
         with self._lock:
-            if not isinstance(keys, Tensor):
-                self._visible += keys * self._reads_per_head
-                self._read_densely += keys * self._reads_per_head * all_read
-                return
-            if keys.device not in self._on_device:
-                with torch.inference_mode(False):
-                    self._on_device[keys.device] = torch.zeros(2, dtype=torch.int64, device=keys.device)
-            visible, read = self._on_device[keys.device]
-            visible += keys * self._reads_per_head
-            if all_read:
-                read += keys * self._reads_per_head
+            for name in (VISIBLE, READ_DENSELY) if all_read else (VISIBLE,):
+                total = self._total(name, device)
+                total += keys * self._reads_per_head
 
     def share_of_keys(self) -> float | None:
         """Returns the keys that decoding read over the visible ones, or None if there are none."""
         with self._lock:
-            visible, read = self._visible, self._read_densely
-            for on_device in self._on_device.values():
-                more_visible, more_read = on_device.tolist()
-                visible, read = visible + more_visible, read + more_read
+            visible, read = self._sum(VISIBLE), self._sum(READ_DENSELY)
             read += sum(int(counts.sum()) for counts in self._key_counts.values())
         return read / visible if visible else None
 
     def clear(self) -> None:
         """Forgets all counts and means."""
         with self._lock:
-            self._restore(Counter(), 0, 0, {})
+            self._restore(Counter(), {})
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -156,16 +145,16 @@ class Statistics:
         with self._lock:
             self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
-            held = self._counts.copy(), self._visible, self._read_densely
+            counts = self._counts.copy()
         try:
             yield
         finally:
             with self._lock:
-                self._restore(*held, on_device)
+                self._restore(counts, on_device)
 
-    def _restore(self, counts: Counter[Name], visible: int, read_densely: int, on_device: dict[int, Tensor]) -> None:
+    def _restore(self, counts: Counter[Name], on_device: dict[int, Tensor]) -> None:
         """Sets all counters; those on a device in place, since graphs hold their addresses, and to 0 if they are new."""
-        self._counts, self._visible, self._read_densely = counts, visible, read_densely
+        self._counts = counts
         self._synchronize()
         for x in self._tensors():
             x.copy_(on_device.get(id(x), torch.zeros_like(x)))
@@ -177,7 +166,7 @@ class Statistics:
             torch.cuda.synchronize(device)
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._on_device.values(), *self._key_counts.values(), *self._totals.values()]
+        return [*self._key_counts.values(), *self._totals.values()]
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Adds the time of the block to ``phase``, if there is a timer."""

@@ -4,7 +4,7 @@ import json
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class AnswerForm:
         self._common = {"id": name, "created": int(time.time()), "model": model}
         self._offsets: dict[int, int] = defaultdict(int)  # characters of the tokens of each answer so far
 
-    def whole(self, answers: Sequence[tuple[str, list[Logprobs], str]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, answers: Iterable[tuple[str, list[Logprobs], str]], usage: dict[str, int]) -> dict[str, Any]:
         """Returns the answer to a request without a stream, from text, log-probabilities and reason of each answer."""
         choices = []
         for number, (text, logprobs, reason) in enumerate(answers):

@@ -22,7 +22,7 @@ from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, Logprobs, event
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody, read_body
-from msattn.trainer.serving.engines.http.engine import Engine, Generation, usage_of
+from msattn.trainer.serving.engines.http.engine import Arrived, Engine, Generation, usage_of
 from msattn.trainer.serving.engines.http.metrics import Metrics
 from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText, token_text
 
@@ -110,28 +110,25 @@ class Service:
                     prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
                     samplings = await asyncio.to_thread(self._engine.samplings, body)
                 self._engine.check_places(len(samplings) - 1)
-                generations = request.state.generations = list[Generation]()
+                generations, arrived = list[Generation](), Arrived()
+                request.state.generations = generations
                 for sampling in samplings:
-                    generations.append(self._engine.submit(prompt, new_tokens, sampling))
+                    generations.append(self._engine.submit(prompt, new_tokens, sampling, arrived))
         finally:
             self._held -= len(data)
         gone.add_done_callback(lambda _: [each.end("cancelled") for each in generations])  # without effect after their end
         tokenizer = self._engine.loaded.tokenizer
         form = AnswerForm(self._model, cache(partial(token_text, tokenizer)), chat=kind is ChatBody)
+        pieces = self._pieces(body, generations, arrived)
         if body.stream:
-            return StreamingResponse(self._events(form, body, generations), media_type="text/event-stream")
-        answers: list[list[Piece]] = [[] for _ in generations]
-        async for number, piece in _merged([self._pieces(body, each) for each in generations]):
+            return StreamingResponse(self._events(form, body, generations, pieces), media_type="text/event-stream")
+        texts, logprobs = [list[str]() for _ in generations], [list[Logprobs]() for _ in generations]
+        async for number, piece in pieces:
             if piece is not None:
-                answers[number].append(piece)
-        whole = [
-            (
-                "".join(each.text for each in pieces),
-                [entry for each in pieces for entry in each.logprobs],
-                str(generation.outcome),
-            )
-            for pieces, generation in zip(answers, generations, strict=True)
-        ]
+                texts[number].append(piece.text)
+                logprobs[number] += piece.logprobs
+        outcomes = [str(each.outcome) for each in generations]
+        whole = zip(map("".join, texts), logprobs, outcomes, strict=True)
         return JSONResponse(form.whole(whole, usage_of(generations)))
 
     async def _receive(self, request: Request, body: bytearray) -> None:
@@ -162,32 +159,38 @@ class Service:
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
 
-    async def _pieces(self, body: Body, generation: Generation) -> AsyncIterator[Piece]:
-        """Yields an answer piece by piece, up to a stop string, and ends the request."""
-        text, stop, seen = TokenText(self._engine.loaded.tokenizer), StopStrings(body.stop), 0
-        try:
-            async for tokens in generation.pieces():
-                logprobs = [
-                    each for each in generation.logprobs[seen : seen + len(tokens)] if not self._engine.ends([each.token])
-                ]
-                seen += len(tokens)
-                piece = Piece(stop.push(text.push(tokens)), logprobs)
+    async def _pieces(
+        self, body: Body, generations: list[Generation], arrived: Arrived
+    ) -> AsyncIterator[tuple[int, Piece | None]]:
+        """Yields the pieces of all answers up to a stop string, each with the number of its answer; None ends an answer."""
+        tokenizer, running = self._engine.loaded.tokenizer, len(generations)
+        answers = {each: (i, TokenText(tokenizer), StopStrings(body.stop)) for i, each in enumerate(generations)}
+        while running:
+            generation, item = await arrived.get()
+            number, text, stop = answers[generation]
+            if isinstance(item, ApiError):
+                raise item
+            if item is None:
+                if not stop.found and (rest := stop.push(text.push([], last=True), last=True)):
+                    yield number, Piece(rest, [])
+                running -= 1
+                yield number, None
+            elif not stop.found:
+                tokens, logprobs = item
+                piece = Piece(stop.push(text.push(tokens)), [each for each in logprobs if not self._engine.ends([each.token])])
                 if any(piece):
-                    yield piece
+                    yield number, piece
                 if stop.found:
                     generation.end("stop")
-                    return
-            if rest := stop.push(text.push([], last=True), last=True):
-                yield Piece(rest, [])
-        finally:
-            generation.end("cancelled")
 
-    async def _events(self, form: AnswerForm, body: Body, generations: list[Generation]) -> AsyncIterator[bytes]:
+    async def _events(
+        self, form: AnswerForm, body: Body, generations: list[Generation], pieces: AsyncIterator[tuple[int, Piece | None]]
+    ) -> AsyncIterator[bytes]:
         """Yields the events of a stream. A failure is also an event, because the status was already sent."""
         try:
             for number in range(len(generations) if isinstance(body, ChatBody) else 0):
                 yield event(form.piece(number, None))
-            async for number, piece in _merged([self._pieces(body, each) for each in generations]):
+            async for number, piece in pieces:
                 if piece is None:
                     yield event(form.piece(number, None, reason=str(generations[number].outcome)))
                 else:
@@ -197,32 +200,6 @@ class Service:
             yield event("[DONE]")
         except ApiError as error:
             yield event(error.body)
-
-
-async def _merged(streams: "list[AsyncIterator[Piece]]") -> AsyncIterator[tuple[int, Piece | None]]:
-    """Yields the pieces of several answers as they come, with the number of the answer, and None at its end."""
-    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
-
-    async def pass_on(number: int, stream: AsyncIterator[Piece]) -> None:
-        try:
-            async for piece in stream:
-                arrived.put_nowait((number, piece))
-            arrived.put_nowait((number, None))
-        except Exception as error:  # raised below, where the request is answered
-            arrived.put_nowait((number, error))
-
-    tasks = [asyncio.create_task(pass_on(number, stream)) for number, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            number, piece = await arrived.get()
-            if isinstance(piece, Exception):
-                raise piece
-            running -= piece is None
-            yield number, piece
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _until_gone(request: Request) -> None:

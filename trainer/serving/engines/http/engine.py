@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -44,28 +44,30 @@ class Pages(NamedTuple):
 
 
 class Generation:
-    """A request that the manager runs; all methods belong to the event loop."""
+    """A request that the manager runs; all methods belong to the event loop.
 
-    def __init__(self, engine: "Engine", name: str, prompt_tokens: int, sampling: Sampling) -> None:
+    Puts itself into ``arrived`` with new tokens and their log-probabilities if any are asked for, with an error, and with None
+    at its end. The answers to one request share this queue.
+    """
+
+    def __init__(self, engine: "Engine", name: str, prompt_tokens: int, sampling: Sampling, arrived: "Arrived") -> None:
         self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
-        self.sampling, self.logprobs = sampling, list[Logprobs]()
+        self.sampling = sampling
         self.outcome: str | None = None  # stop, length, failed or cancelled; None while it runs
         self.started = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
-        self._engine = engine
-        self._arrived: asyncio.Queue[list[int] | ApiError | None] = asyncio.Queue()
+        self._engine, self._arrived = engine, arrived
 
     def deliver(self, output: "GenerationOutput") -> None:
         """Takes what the manager has generated."""
         if self.outcome is not None:
             return
-        new = output.generated_tokens[len(self.tokens) :]
-        if new:
+        known = len(self.tokens)
+        if new := output.generated_tokens[known:]:
             self.first_token = self.first_token or time.monotonic()
             self.tokens += new
-            self.logprobs += cast("Any", output.logprobs)[len(self.logprobs) :]
-            self._arrived.put_nowait(new)
+            self._arrived.put_nowait((self, (new, cast("Any", output.logprobs)[known:])))
         if output.error is not None:
             self.fail(FAILED, "failed", running=False)
         elif output.is_finished() and self.sampling.grammar is not None and self.sampling.grammar.failed:
@@ -73,25 +75,21 @@ class Generation:
         elif output.is_finished():
             self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
 
-    async def pieces(self) -> AsyncIterator[list[int]]:
-        """Yields new tokens until there are no more; ApiError if the model or the manager fails."""
-        while (item := await self._arrived.get()) is not None:
-            if isinstance(item, ApiError):
-                raise item
-            yield item
-
     def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
         """Ends the request with an error."""
         if self.outcome is None:
-            self._arrived.put_nowait(error)
+            self._arrived.put_nowait((self, error))
             self.end(outcome, running=running)
 
     def end(self, outcome: str, *, running: bool = True) -> None:
         """Ends the request; a second call has no effect. If it is ``running`` in the manager, the next pass frees its pages."""
         if self.outcome is None:
             self.outcome, self.ended = outcome, time.monotonic()
-            self._arrived.put_nowait(None)
+            self._arrived.put_nowait((self, None))
             self._engine.close(self, running=running)
+
+
+Arrived = asyncio.Queue[tuple[Generation, tuple[list[int], list[Logprobs]] | ApiError | None]]
 
 
 def usage_of(generations: list[Generation]) -> dict[str, int]:
@@ -239,11 +237,11 @@ class Engine:
             for number in range(body.n or 1)
         ]
 
-    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Generation:
-        """Begins an answer; ApiError if the server stops or has failed."""
+    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling, arrived: Arrived) -> Generation:
+        """Begins an answer, which goes to the queue ``arrived``; ApiError if the server stops or has failed."""
         self._check_runs()
         self._loop = asyncio.get_running_loop()
-        generation = Generation(self, f"request-{next(self._names)}", len(prompt), sampling)
+        generation = Generation(self, f"request-{next(self._names)}", len(prompt), sampling, arrived)
         self._open[generation.name] = generation
         self._manager.register_result_handler(generation.name, generation.deliver)
         added = self._manager.add_request(
