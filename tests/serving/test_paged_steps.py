@@ -50,7 +50,7 @@ class Step:
         """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
         q, k, v = (x[:, :, : len(self.slots)] for x in self.qkv)
         cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
-        inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.layers)
+        inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.caches)
         return torch.stack([self.sparse.paged.attend(x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
@@ -102,8 +102,8 @@ def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
     torch.testing.assert_close(got[..., : len(LENGTHS), :], expected)
     unpooled = {tuple(place) for place in (~padded.state.is_pooled).nonzero().tolist()}
     assert unpooled == set(zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True))
-    for layer in padded.state.layers:
-        of_slots = ((*step.state.pages(layer), step.state.buckets[layer]) for step in (padded, general))
+    for layer in padded.state.caches:
+        of_slots = ((*step.state.caches[layer], step.state.buckets[layer]) for step in (padded, general))
         assert all(torch.equal(own[1:], other[1:]) for own, other in zip(*of_slots, strict=True))
 
 

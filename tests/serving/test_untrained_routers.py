@@ -52,7 +52,7 @@ def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
 
 
 def routed_decoding(router: Any, budget: Any, statistics: Statistics, **options: Any) -> RoutedDecoding:
-    options |= {"recent": RECENT, "sink": SINK, "dense_layers": (), "measure_recall": False}
+    options |= {"recent": RECENT, "sink": SINK, "layers": frozenset({0}), "measure_recall": False}
     return RoutedDecoding(router=router, budget=budget, statistics=statistics, **options)
 
 

@@ -148,7 +148,7 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
 
 
 def _decoding(router: Router | None, options: AttachOptions, config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the budget of a router, the numbers of first and last keys that are read besides, and the dense layers.
+    """Returns the budget of a router, its layers that are not dense, and the numbers of first and last keys read besides.
 
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
     another model.
@@ -160,13 +160,13 @@ def _decoding(router: Router | None, options: AttachOptions, config: PreTrainedC
                 raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
         return {}
     router.check_model(config)
-    numbers, layers = router.decode_numbers(given), num_layers(config)
-    ok = max(numbers["dense_layers"], default=0) < layers
-    require(ok, "dense_layers", numbers["dense_layers"], f"expected 0 to {layers - 1}")
+    numbers, last = router.decode_numbers(given), num_layers(config) - 1
+    dense = numbers.pop("dense_layers")
+    require(max(dense, default=0) <= last, "dense_layers", dense, f"expected 0 to {last}")
     budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
     if budget == Probes(router.num_buckets) and options.probes is options.keys is None:
         _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
-    return {"budget": budget, **numbers}
+    return {"budget": budget, "layers": frozenset(router.layers).difference(dense), **numbers}
 
 
 def _break_even(model: ModelInfo, routed: RoutedDecoding | None, device: torch.device) -> Callable[[int], int]:

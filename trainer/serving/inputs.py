@@ -134,7 +134,6 @@ def _is_ordinary(x: Any) -> bool:
 
 
 def _require(condition: bool, name: str, value: Any, accepted: str) -> None:
-    """Raises UserError if ``condition`` is False."""
     if not condition:
         raise UserError(f"{name} of {_described(value)}: expected {accepted}")
 
@@ -148,5 +147,4 @@ def _described(value: Any) -> str:
 
 
 def _name(attribute: Any) -> str:
-    """Returns the name of a dtype or layout."""
     return str(attribute).removeprefix("torch.")

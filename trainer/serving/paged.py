@@ -152,12 +152,12 @@ class PagedAttention:
         if self.dispatch.routed is not None and x.layer in current.state.buckets:
             router: Any = self.dispatch.routed.router
             ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], current.state.buckets[x.layer]
-        write_pages(x.k[0], x.v[0], *current.state.pages(x.layer), current.pages, current.offsets, ids, buckets)
+        write_pages(x.k[0], x.v[0], *current.state.caches[x.layer], current.pages, current.offsets, ids, buckets)
 
     def _decoded(self, x: LayerInputs, current: PagedPass, rows: Sequences) -> Tensor:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
-        cache = PagedKeys(*current.state.pages(x.layer), rows.table, rows.kv_len)
+        cache = PagedKeys(*current.state.caches[x.layer], rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
         routed, dense_reason = self.dispatch.of_tokens(x.layer, rows.longest, len(rows.kv_len))
         if routed is None:
@@ -202,7 +202,7 @@ class PagedAttention:
         else:
             for item in prompts.items:
                 self.statistics.add_dense(x.layer, self._decided(current.state, item).dense_reason)
-        cache = PagedKeys(*current.state.pages(x.layer), prompts.table, prompts.kv_len)
+        cache = PagedKeys(*current.state.caches[x.layer], prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
             scale=x.scale, softcap=x.softcap,
@@ -254,7 +254,7 @@ class PagedAttention:
 
     def _counter(self, state: PagedState) -> Tensor:
         """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every size share."""
-        keys, _ = state.pages(min(state.layers))
+        keys, _ = state.caches[min(state.caches)]
         return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
 

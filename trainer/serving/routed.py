@@ -1,7 +1,6 @@
 """Decoding attention over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
 
-from dataclasses import InitVar, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,14 +25,15 @@ class RoutedDecoding:
     budget: Budget
     recent: int
     sink: int
-    dense_layers: InitVar[tuple[int, ...]]
+    layers: frozenset[int]  # the routed ones
     independent: bool = False  # each query head visits its own buckets; otherwise a query group shares them
     measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
     statistics: Statistics
 
-    def __post_init__(self, dense_layers: tuple[int, ...]) -> None:
-        self.layers = frozenset(self.router.layers) - frozenset(dense_layers)
-        self.rebuild_every = max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))  # the dense window holds the keys until then
+    @property
+    def rebuild_every(self) -> int:
+        """The tokens after which a bucket index is rebuilt; the dense window holds their keys until then."""
+        return max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))
 
     def attend(self, x: LayerInputs, layer: BucketLayer, short: Tensor | None = None) -> Tensor:
         """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
@@ -68,17 +68,12 @@ class RoutedDecoding:
     def _visit(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
         with self.statistics.timed("selection"):
-            sizes = partial(_bucket_sizes, x)
-            visited = self.router.visit(x, self.budget, sizes, window=window, by_head=self.independent)
+            sizes = x.cache.sizes.expand(len(x.q), -1, -1)  # rows may be queries of one sequence
+            visited = self.router.visit(x, self.budget, lambda: sizes, window=window, by_head=self.independent)
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
             decode = decode_query_heads if self.independent else decode_attention
             return visited, decode(x, visited, window=window, sink=self.sink, counts=counts)
-
-
-def _bucket_sizes(x: LayerInputs) -> Tensor:
-    """Returns the numbers of keys in the buckets, ``[B, Hkv, C]``; rows may be queries of one sequence."""
-    return x.cache.sizes.expand(len(x.q), -1, -1)
 
 
 def whole_window(window: int | Tensor, keys: int | Tensor, short: Tensor | None) -> int | Tensor:

@@ -138,7 +138,6 @@ class Sparse(NotCopied):
         return self._dense_attention(x)
 
     def _selected_attention(self, x: LayerInputs, selection: Selection) -> Tensor:
-        """Returns the attention of a prompt over selected blocks."""
         with torch.no_grad(), self.statistics.timed("selection"):
             chosen = selection.blocks(x)
             self.statistics.add_selected(x.layer, chosen, selection.candidates(x))
@@ -163,11 +162,9 @@ class Sparse(NotCopied):
     def _with_pooled_keys(self, x: LayerInputs) -> LayerInputs | None:
         """Returns ``x`` with the pooled keys that the cache keeps for a gate; None if the gate needs unknown keys."""
         whole_prompt, gate = x.num_queries == x.num_keys, self.dispatch.gate
-        if gate is None or (whole_prompt and not isinstance(x.cache, GrowingLayer)):
+        if gate is None:
             return x
-        if not isinstance(x.cache, GrowingLayer):
-            return None
-        if gate.cfg.rope == "model":  # caches pool keys before RoPE
+        if not isinstance(x.cache, GrowingLayer) or gate.cfg.rope == "model":  # caches pool keys before RoPE
             return x if whole_prompt else None
         try:
             with torch.no_grad(), self.statistics.timed("selection"):

@@ -220,7 +220,6 @@ class DecodingSteps(NotCopied):
         logger.info(f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} positions)")
 
     def _warn(self, reason: str) -> None:
-        """Warns once for each reason."""
         if reason not in self._warned and self.cuda_graphs:
             self._warned.add(reason)
             warnings.warn(f"decoding runs without CUDA graphs, more slowly: {reason}", ModelWarning, stacklevel=2)

@@ -96,24 +96,19 @@ class GrowingLayer(DynamicLayer):
         for pooled in self.pooled.values():
             pooled.crop(length)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces each row b by row ``beam_idx[b]``."""
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows ``indices``."""
-        self._select_rows(indices)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row ``repeats`` times."""
         if self.key_buffer.memory is not None:
-            self._select_rows(torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats))
 
-    def _select_rows(self, rows: Tensor) -> None:
-        self.key_buffer.select_rows(rows)
-        self.value_buffer.select_rows(rows)
-        for pooled in self.pooled.values():
-            pooled.select_rows(rows)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Replaces the rows by the rows ``indices``."""
+        for state in (self.key_buffer, self.value_buffer, *self.pooled.values()):
+            state.select_rows(indices)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
@@ -161,7 +156,6 @@ class BucketLayer(GrowingLayer):
         self.reset()
 
     def reset(self) -> None:
-        """Removes all tokens."""
         super().reset()
         self.bucket_buffer = Buffer()  # int32 [B, Hkv, M], the bucket of each key that has one; -1 for padding
         self._order = Buffer()
@@ -187,7 +181,7 @@ class BucketLayer(GrowingLayer):
 
     @property
     def index(self) -> BucketIndex:
-        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
+        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions."""
         if self._offsets is None:
             self._store_empty_index()
         assert self._offsets is not None
@@ -210,13 +204,10 @@ class BucketLayer(GrowingLayer):
         this assumes consecutive positions in a sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown
         is raised.
         """
-        start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
-        if start + num_new > num_keys:
-            raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
-        due = self._is_due(num_new)
+        num_keys, due = self.get_seq_length(), self._is_due(x.k_nope.shape[2])
         if rotation is not None and not due:
             return
-        for first in range(start, num_keys, ASSIGNED_AT_ONCE):
+        for first in range(self.bucket_buffer.length, num_keys, ASSIGNED_AT_ONCE):
             end = min(first + ASSIGNED_AT_ONCE, num_keys)
             new = self._buckets(x, rotation, first, end)
             self.bucket_buffer.reserve(num_keys, new)
@@ -245,8 +236,7 @@ class BucketLayer(GrowingLayer):
         return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
 
     def _store_empty_index(self) -> None:
-        if self.keys is None:
-            raise RuntimeError("index: the layer has no keys")
+        assert self.keys is not None
         self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
 
     def _store_index(self, buckets: Tensor | None) -> None:
@@ -281,15 +271,14 @@ class BucketLayer(GrowingLayer):
         """Removes keys from position ``length`` on from the index."""
         self._store_index(self.bucket_buffer.filled)
 
-    def _select_rows(self, rows: Tensor) -> None:
-        super()._select_rows(rows)
-        self.bucket_buffer.select_rows(rows)
-        self._order.select_rows(rows)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.bucket_buffer.select_rows(indices)
+        self._order.select_rows(indices)
         if self._offsets is not None:
-            self._keep_offsets(self._offsets.index_select(0, rows.to(self._offsets.device)))
+            self._keep_offsets(self._offsets.index_select(0, indices.to(self._offsets.device)))
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
         return (*super().addresses(), *(x for part in (*self.index, self.sizes) for x in (part.data_ptr(), part.shape[2])))
 
 
@@ -300,7 +289,6 @@ class BlockLayer(BucketLayer):
     """
 
     def reset(self) -> None:
-        """Removes all tokens."""
         super().reset()
         self._summaries = Buffer()
         self._prompt_keys = 0  # keys up to the end of the last prompt
@@ -333,12 +321,11 @@ class BlockLayer(BucketLayer):
         whole = max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
         self._store_index(self.bucket_buffer.filled[:, :, :whole])
 
-    def _select_rows(self, rows: Tensor) -> None:
-        super()._select_rows(rows)
-        self._summaries.select_rows(rows)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._summaries.select_rows(indices)
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns the addresses and sizes of the memory that a captured step reads and writes."""
         summaries = self.summaries
         return (*super().addresses(), *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])))
 

@@ -55,8 +55,8 @@ class PagedState:
         num_buckets: int = 0,
     ) -> None:
         self.gate, self.requests = gate, requests
-        self._caches = dict(caches)
-        keys, _ = next(iter(self._caches.values()))
+        self.caches = dict(caches)
+        keys, _ = next(iter(self.caches.values()))
         pages, self.page_size, self.kv_heads, size = keys.shape
         with torch.inference_mode(False):
             of_slots = {"size": keys.shape[:3], "dtype": torch.int16, "device": keys.device}
@@ -81,16 +81,7 @@ class PagedState:
 
     def release(self) -> None:
         """Releases the cache and all memory."""
-        self._caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
-
-    @property
-    def layers(self) -> Iterable[int]:
-        """The layers of the cache."""
-        return self._caches.keys()
-
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a layer: views ``[P, page_size, Hkv, D]`` of the cache."""
-        return self._caches[layer]
+        self.caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
 
     def leading_pooled(self, table: Tensor) -> Tensor:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
@@ -113,7 +104,7 @@ class PagedState:
         head = first // self.page_size
         pages = table[head : -(-end // self.page_size)].long()
         span = slice(first - head * self.page_size, end - head * self.page_size)
-        keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.pages(layer))
+        keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.caches[layer])
         return keys, values
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:

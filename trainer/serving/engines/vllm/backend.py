@@ -85,7 +85,7 @@ class Metadata:
 
     def inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> LayerInputs:
         """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after RoPE."""
-        if layer == min(self.state.layers):
+        if layer == min(self.state.caches):
             self._begin()
         q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
         cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
