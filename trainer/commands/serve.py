@@ -95,7 +95,7 @@ def server(
     tracker: "Tracker | None" = None,
 ) -> "Iterator[tuple[Engine, Supervisor]]":
     """Starts the engine of a loaded model (``sparse`` None: dense), and yields it with a supervisor that has yet to run."""
-    from msattn.trainer.serving.engines.http.app import Guard, Service
+    from msattn.trainer.serving.engines.http.app import Service
     from msattn.trainer.serving.engines.http.engine import Engine
     from msattn.trainer.serving.engines.http.metrics import logged
     from msattn.trainer.serving.engines.http.supervisor import Supervisor
@@ -103,11 +103,9 @@ def server(
     engine = Engine(loaded, cfg, sparse)
     engine.start()
     try:
-        max_body = int(cfg.server.max_body_mb * 2**20)
-        service = Service(engine, model=cfg.model.name, default_tokens=cfg.max_new_tokens, max_body=max_body)
-        guard = Guard(service.app(), service.metrics, api_key)
+        service = Service(engine, cfg)
         with logged(service.metrics, tracker):
-            yield engine, Supervisor(guard, engine, drain_s=cfg.server.drain_s)
+            yield engine, Supervisor(service.app(api_key), engine, drain_s=cfg.server.drain_s)
     finally:
         engine.stop()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 from openai import OpenAI
 from transformers import AutoTokenizer
 
@@ -24,6 +23,7 @@ from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.serving.engines.http.supervisor import Supervisor, bind
 from msattn.trainer.training.tracker import Tracker
 from tests.factory import save_tokenizer, tiny_model
+from tests.serving.paged.batches import alone
 
 KEY = "sk-of-the-tests"
 SECONDS = 60  # for what takes one, on a machine that is busy
@@ -128,15 +128,6 @@ def small_loaded(folder: Path, family: str = "llama") -> Loaded:
     return Loaded(model, AutoTokenizer.from_pretrained(folder), {})
 
 
-def greedy(loaded: Loaded, tokens: list[int], new: int) -> list[int]:
-    """The new tokens of ``model.generate``."""
-    model: Any = loaded.model
-    ids = torch.tensor([tokens])
-    with torch.no_grad():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return output[0, len(tokens) :].tolist()
-
-
 PROMPT = "def main(arguments):\n    return"
 
 
@@ -151,7 +142,7 @@ NEW = 12
 
 def expected(loaded: Loaded, tokens: list[int], new: int = NEW) -> str:
     tokenizer: Any = loaded.tokenizer
-    return tokenizer.decode(greedy(loaded, tokens, new), skip_special_tokens=True)
+    return tokenizer.decode(alone(loaded.model, tokens, new), skip_special_tokens=True)
 
 
 def encoded(loaded: Loaded, text: str) -> list[int]:

@@ -8,7 +8,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from msattn.trainer.models import Loaded
-from tests.serving.http.running import CHAT, NEW, PROMPT, SECONDS, Running, encoded, eventually, expected, greedy
+from tests.serving.http.running import CHAT, NEW, PROMPT, SECONDS, Running, encoded, eventually, expected
+from tests.serving.paged.batches import alone
 
 
 def test_a_completion_has_the_tokens_of_greedy_generate(embedded: Loaded, client: OpenAI) -> None:
@@ -88,9 +89,9 @@ def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Runnin
 def test_the_text_ends_where_the_model_ends_it(embedded: Loaded, served: Running, client: OpenAI) -> None:
     """The token that ends a text counts, and is no text."""
     tokens = encoded(embedded, PROMPT)
-    third = greedy(embedded, tokens, 3)[2]
+    third = alone(embedded.model, tokens, 3)[2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served.engine, "_ends", {third})
+        patch.setattr(served.engine, "ends", {third})
         answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0)
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None

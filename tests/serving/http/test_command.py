@@ -18,14 +18,7 @@ import pytest
 from msattn.trainer.commands import serve
 from msattn.trainer.serving.engines.http import supervisor
 from tests.running import exit_code
-from tests.serving.http.running import (
-    KEY,
-    SECONDS,
-    WORDS,
-    Running,
-    beside,
-    eventually,
-)
+from tests.serving.http.running import KEY, SECONDS, WORDS, Running, beside, eventually
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
-from tests.serving.http.running import SECONDS, WORDS, beside, configuration, eventually, greedy, running
+from tests.serving.http.running import SECONDS, WORDS, beside, configuration, eventually, running
 
 
 def endless(client: OpenAI, tokens: int = 4000) -> Any:
@@ -168,22 +168,9 @@ def test_a_model_may_give_its_sampling_in_integers(small: Loaded) -> None:
 
 
 @pytest.mark.slow
-def test_requests_beyond_the_memory_take_turns(small: Loaded) -> None:
-    """Nine pages for six requests of up to four pages: some are set back, and all are answered as alone."""
-    cfg = configuration("server.page_size=16", "server.pages=9", "server.max_length=64", "server.batch_tokens=32")
-    prompts = [[1 + i] * 10 for i in range(6)]
-    alone = [greedy(small, prompt, 50) for prompt in prompts]
+def test_the_longest_request_fits_into_the_smallest_cache(small: Loaded) -> None:
+    cfg = configuration("server.page_size=16", "server.pages=5", "server.max_length=64", "server.batch_tokens=32")
     with running(small, cfg) as served, served.client() as client:
-        answers: dict[int, str] = {}
-
-        def ask(i: int) -> None:
-            answer = client.completions.create(model="tiny", prompt=prompts[i], max_tokens=50, temperature=0)
-            answers[i] = answer.choices[0].text
-
-        with beside(*(partial(ask, i) for i in range(6))):
-            pass
-        tokenizer: Any = small.tokenizer
-        assert [answers[i] for i in range(6)] == [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone]
         longest = client.completions.create(model="tiny", prompt=[5] * 30, max_tokens=34, temperature=0)
         assert longest.usage is not None
         assert longest.usage.total_tokens == 64

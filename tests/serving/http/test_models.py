@@ -12,7 +12,8 @@ from msattn.trainer.commands import serve
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import cache
-from tests.serving.http.running import configuration, eventually, greedy, running, small_loaded
+from tests.serving.http.running import configuration, eventually, running, small_loaded
+from tests.serving.paged.batches import alone
 
 
 def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> None:
@@ -41,7 +42,7 @@ def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) ->
     """The longest request fits, though layers with a window and others share the pages in groups."""
     small = small_loaded(tmp_path, family)
     prompt = [5 + i % 50 for i in range(100)]
-    expected = greedy(small, prompt, 100)
+    expected = alone(small.model, prompt, 100)
     cfg = configuration("server.page_size=16", "server.max_length=200", "server.pages=14", "server.batch_tokens=32")
     with running(small, cfg) as served, served.client() as client:
         answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100, temperature=0)

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from msattn.trainer.config import ServeConfig
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
@@ -45,21 +46,21 @@ class Piece(NamedTuple):
 class Service:
     """The routes, which answer requests with one engine."""
 
-    def __init__(self, engine: Engine, *, model: str, default_tokens: int, max_body: int) -> None:
+    def __init__(self, engine: Engine, cfg: ServeConfig) -> None:
         self.metrics = Metrics(engine)
-        self._engine, self._model, self._max_body = engine, model, max_body
-        self._about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "msattn"}
+        self._engine, self._model, self._max_body = engine, cfg.model.name, int(cfg.server.max_body_mb * 2**20)
+        self._about = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "msattn"}
         self._held = 0  # bytes of bodies
         vocabulary = text_config(engine.loaded.model.config).vocab_size
 
         def encoder(tokenizer: Any) -> tuple[asyncio.Lock, PromptEncoder]:
-            encode = PromptEncoder(tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=default_tokens)
+            encode = PromptEncoder(tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=cfg.max_new_tokens)
             return asyncio.Lock(), encode  # tokenizers are not for several threads at once
 
         self._encoders = encoder(engine.loaded.tokenizer), encoder(deepcopy(engine.loaded.tokenizer))  # short, long bodies
 
-    def app(self) -> Starlette:
-        """Returns the routes as an application, in which each error is an object of OpenAI's form."""
+    def app(self, api_key: str | None) -> "Guard":
+        """Returns the routes as an application that asks for a key, in which each error is an object of OpenAI's form."""
         app = Starlette(
             routes=[
                 Route("/v1/completions", partial(self.complete, kind=CompletionBody), methods=["POST"]),
@@ -72,14 +73,12 @@ class Service:
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
         app.router.redirect_slashes = False  # redirects would go to a host that the client names
-        return app
+        return Guard(app, self.metrics, api_key)
 
     async def list_models(self, request: Request) -> Response:
-        """Answers with the models: there is one."""
         return JSONResponse({"object": "list", "data": [self._about]})
 
     async def show_model(self, request: Request) -> Response:
-        """Answers with the model of a name."""
         name = request.path_params["name"]
         if name != self._model:
             raise ApiError(404, f"{shown(name)}: no such model; this server has {self._model}", code="model_not_found")
@@ -91,7 +90,6 @@ class Service:
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        """Answers with the metrics."""
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -177,7 +175,7 @@ class Service:
                 yield number, None
             elif not stop.found:
                 tokens, logprobs = item
-                piece = Piece(stop.push(text.push(tokens)), [each for each in logprobs if not self._engine.ends([each.token])])
+                piece = Piece(stop.push(text.push(tokens)), [each for each in logprobs if each.token not in self._engine.ends])
                 if any(piece):
                     yield number, piece
                 if stop.found:

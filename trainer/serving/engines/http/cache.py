@@ -3,8 +3,6 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
     from msattn.trainer.serving.sparse import Sparse
 
-BATCH_TOKENS = {"cuda": 8192, "cpu": 512}
+BATCH_TOKENS, BATCH_TOKENS_ON_CPU = 8192, 512
 REQUESTS_ON_CPU = 8  # a CPU's cache has room for so many requests of the greatest length
 
 
@@ -40,26 +38,26 @@ def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Spa
     """
     from transformers import ContinuousBatchingConfig
 
-    longest = longest_request(model, cfg)
-    pages = cfg.pages
-    if pages is None and model.device.type == "cpu":
-        needed, bytes_of_page = pages_of(longest, cfg), _bytes_of_page(model, cfg)
-        pages = min(REQUESTS_ON_CPU * needed, free_memory() // 2 // bytes_of_page)
+    longest, pages, is_gpu = longest_request(model, cfg), cfg.pages, model.device.type == "cuda"
+    needed = pages_of(longest, cfg)
+    if pages is None and not is_gpu:
+        free = free_memory() // 2
+        pages = min(REQUESTS_ON_CPU * needed, free // _bytes_of_page(model, cfg))
         if pages < needed:
-            raise too_small(model, cfg, free_memory() // 2)
-    elif pages is not None and pages < pages_of(longest, cfg):
+            raise too_small(model, cfg, free)
+    elif pages is not None and pages < needed:
         raise UserError(
-            f"server.pages={pages}: a request of {longest} tokens takes {pages_of(longest, cfg)} pages of {cfg.page_size} "
-            "tokens; raise it, or lower server.max_length"
+            f"server.pages={pages}: a request of {longest} tokens takes {needed} pages of {cfg.page_size} tokens; raise it, or "
+            "lower server.max_length"
         )
     create = ContinuousBatchingConfig if sparse is None else sparse.batching_config
     return create(
         page_size=cfg.page_size,
         num_blocks=pages,
-        max_batch_tokens=cfg.batch_tokens or BATCH_TOKENS.get(model.device.type, BATCH_TOKENS["cpu"]),
+        max_batch_tokens=cfg.batch_tokens or (BATCH_TOKENS if is_gpu else BATCH_TOKENS_ON_CPU),
         max_requests_per_batch=cfg.max_running,
-        max_blocks_per_request=pages_of(longest, cfg),
-        max_memory_percent=CACHE_SHARE_OF_MEMORY if model.device.type == "cuda" else None,
+        max_blocks_per_request=needed,
+        max_memory_percent=CACHE_SHARE_OF_MEMORY if is_gpu else None,
         use_async_batching=False,
     )
 
@@ -82,4 +80,4 @@ def too_small(model: "PreTrainedModel", cfg: ServerLimits, free: int) -> UserErr
 def _bytes_of_page(model: "PreTrainedModel", cfg: ServerLimits) -> int:
     config: Any = model.config
     numbers = 2 * num_layers(config) * num_kv_heads(config) * head_dim(config)
-    return numbers * torch.empty((), dtype=model.dtype).element_size() * cfg.page_size
+    return numbers * model.dtype.itemsize * cfg.page_size

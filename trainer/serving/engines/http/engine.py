@@ -73,7 +73,7 @@ class Generation:
         elif output.is_finished() and self.sampling.grammar is not None and self.sampling.grammar.failed:
             self.fail(NO_WAY_ON, "failed", running=False)
         elif output.is_finished():
-            self.end("stop" if self._engine.ends(self.tokens) else "length", running=False)
+            self.end("stop" if self._engine.ends.intersection(self.tokens[-1:]) else "length", running=False)
 
     def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
         """Ends the request with an error."""
@@ -117,7 +117,7 @@ class Engine:
         self._manager = self._create_manager()
         vocabulary = text_config(loaded.model.config).vocab_size
         self._sampler = self._manager.logit_processor = Sampler(cfg.server.max_running, vocabulary, loaded.model.device)
-        self._grammars = Grammars(loaded.tokenizer, vocabulary, self._ends)
+        self._grammars = Grammars(loaded.tokenizer, vocabulary, self.ends)
 
     def _create_manager(self) -> Any:
         from transformers import GenerationConfig
@@ -127,8 +127,8 @@ class Engine:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = model.config.get_text_config().eos_token_id if ends is None else ends
-        self._ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._ends) or -1)
+        self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self.ends) or -1)
         config = paged_cache_config(model, self._cfg.server, self.sparse)
         with _served(model, self.sparse):
             return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
@@ -173,10 +173,6 @@ class Engine:
         if error is not None:
             return Fault(f"the thread that generates has ended ({type(error).__name__}: {first_line(error)})")
         return None if self._manager.is_running() else Fault("the thread that generates has ended")
-
-    def ends(self, tokens: list[int]) -> bool:
-        """Returns True if ``tokens`` end with one that ends a text."""
-        return bool(tokens) and tokens[-1] in self._ends
 
     @property
     def running(self) -> int:
@@ -249,7 +245,7 @@ class Engine:
             request_id=generation.name,
             max_new_tokens=max_tokens,
             streaming=True,
-            eos_token_id=sorted(self._ends) or -1,
+            eos_token_id=sorted(self.ends) or -1,
             sampling=sampling,
         )
         if added is None:  # the thread has ended since the check

@@ -1,6 +1,7 @@
 """Prompts as tokens, and new tokens as text, piece by piece, up to a stop string."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.errors import first_line
@@ -74,13 +75,11 @@ class PromptEncoder:
 
         Parts of a text have about as many tokens as the whole, so none that fits has twice as many.
         """
-        fits, tokens = len(text) <= self._longest * self._longest_token, 0
+        fits = len(text) <= self._longest * self._longest_token
         if fits and len(text) > LONG_TEXT:
-            for start in range(0, len(text), PART):
-                tokens += len(self._tokenizer(text[start : start + PART], add_special_tokens=False).input_ids)
-                if tokens > 2 * self._longest:
-                    fits = False
-                    break
+            parts = (text[start : start + PART] for start in range(0, len(text), PART))
+            counts = (len(self._tokenizer(part, add_special_tokens=False).input_ids) for part in parts)
+            fits = all(tokens <= 2 * self._longest for tokens in accumulate(counts))  # ends at the first that is not
         if not fits:
             message = f"{param}: {len(text)} characters exceed the {self._longest} tokens of a request; shorten the prompt"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
