@@ -33,8 +33,9 @@ def gate_for(model: Any) -> Gate:
     return Gate.build(model.config, GateConfig(block_size=BLOCK)).requires_grad_(False)
 
 
-def half_by_pooled_scores(model: Any) -> Selection:
-    return Selection(TopK(sparsity=0.5), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
+def by_pooled_scores(model: Any, sparsity: float = 0.5) -> Selection:
+    """Returns a selection by pooled queries alone, which chunks of a prompt do not change."""
+    return Selection(TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
 
 
 @contextmanager
@@ -60,14 +61,15 @@ def partition_for(model: Any) -> KMeans:
 
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
-    """Attaches a gate and a router. Blocks are chosen by pooled queries alone, which chunks of a prompt do not change."""
-    select = Selection(TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
+    """Attaches a gate and a router."""
     window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
+    select = by_pooled_scores(model, sparsity)
     return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
 
 
-def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor) -> Tensor:
+def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
     """Returns the logits of ``ids``, which are read in passes of the given lengths over one cache."""
+    mask = torch.ones_like(ids) if mask is None else mask
     cache, parts, positions = DynamicCache(config=model.config), ids.split(lengths, dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
     logits, end = [], 0
     for part in parts:

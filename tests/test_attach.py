@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import msattn
 from msattn.trainer.config import SelectConfig
@@ -18,35 +17,14 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.serving.attach import attach, load
 from msattn.trainer.serving.statistics import SparseStats
-from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_model
+from tests.serving.decoding import close, generate
 from tests.sparse import BLOCK, LAYERS, attach_reading_all, gate_for, save
 
 
 @pytest.fixture
 def model() -> Any:
     return tiny_model("llama")
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_reading_every_key_gives_dense_attention(family: str) -> None:
-    model = tiny_model(family)
-    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (45, 70)])
-    tokens, logits = generate(model, ids, mask), model(ids, attention_mask=mask).logits
-    with attach_reading_all(model, measure_recall=True) as sparse:
-        torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask > 0], logits[mask > 0], rtol=1e-4, atol=1e-4)
-        assert torch.equal(generate(model, ids, mask), tokens)
-        stats = sparse.stats()
-    assert stats["sparsity"] == 0
-    assert stats["selectivity"] == 1
-    assert stats["dense_fallbacks"] == 0
-    for key in ("recall", "prefill_recall", "decode_recall"):
-        assert stats[key] == pytest.approx(1, abs=1e-6)
 
 
 @torch.no_grad()
@@ -91,7 +69,7 @@ def test_stats_of_prefill_and_decoding(model: Any) -> None:
     assert stats["dense_fallbacks"] == 0  # decoding has no router
 
     with attach(model, qmodel=random_partition(), probes=0, recent=7, sink=1, dense_layers=(), measure_recall=True) as sparse:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+        generate(model, ids, max_new_tokens=2)
         stats = sparse.stats()
     assert stats["selectivity"] == pytest.approx(8 / 161)
     assert stats["sparsity"] is None
@@ -106,7 +84,7 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         assert sparse.stats()["sparsity"] == 0
     with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[0.2, 0, 0, 0.8])) as sparse:
-        assert generate(model, ids).shape == (1, 170)
+        assert len(generate(model, ids)) == 20
         assert 0.4 < sparse.stats()["sparsity"] < 0.7
 
 
@@ -153,9 +131,9 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
 @torch.no_grad()
 def test_dense_layers_read_every_key(model: Any) -> None:
     ids = random_tokens(1, 60)
-    tokens = generate(model, ids)
+    dense = generate(model, ids)
     with attach(model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0, 1)) as sparse:
-        assert torch.equal(generate(model, ids), tokens)
+        close(generate(model, ids), dense)
         assert sparse.stats()["selectivity"] is None
         assert sparse.stats()["dense_fallbacks"] == 0
 
@@ -168,11 +146,11 @@ def test_saved_artifacts_match_loaded_ones(model: Any, tmp_path: Path) -> None:
     assert type(msattn.load(str(paths[2]))) is QModel
     ids = random_tokens(1, 50)
     for router_path, router in zip(paths[1:], modules[1:], strict=True):
-        outs: list[Any] = []
+        found = []
         for gate, qmodel in ((paths[0], router_path), (modules[0], router)):
             with msattn.attach(model, gate=gate, qmodel=qmodel, probes=2, recent=4):
-                outs.append(generate(model, ids, output_logits=True, return_dict_in_generate=True))
-        assert torch.equal(torch.stack(outs[0].logits), torch.stack(outs[1].logits))
+                found.append(generate(model, ids))
+        assert torch.equal(*found)
 
 
 def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:

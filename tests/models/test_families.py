@@ -21,6 +21,7 @@ from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, r
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import can_crop
+from tests.factory import FAMILIES as LLAMAS
 from tests.factory import (
     OTHER_FAMILIES,
     ROPE_TYPES,
@@ -69,7 +70,7 @@ def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
     assert [x.layer for x in seen[: len(seen) // 2]] == served_layers(model.config)
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*LLAMAS, *OTHER_FAMILIES])
 @torch.no_grad()
 def test_reading_every_key_gives_dense_attention(family: str) -> None:
     """In a padded prompt, in passes over several tokens and over single ones after it, and in ``generate``."""

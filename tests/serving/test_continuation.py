@@ -16,43 +16,35 @@ from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_partition, random_tokens, tiny_model
-from tests.sparse import BLOCK, LAYERS, attach_reading_all, gate_for, half_by_pooled_scores
+from tests.sparse import BLOCK, LAYERS, attach_reading_all, by_pooled_scores, gate_for, run_in_passes
 
 HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
+TRAINING_FREE = ("quest", "mean_pool", "sink_local", "oracle")
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
-
-
-def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
-    """Returns the logits of ``ids``, which are read in passes of the given lengths over one cache."""
-    cache, logits, begin = DynamicCache(config=model.config), [], 0
-    for length in lengths:
-        end = begin + length
-        options = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions_of(mask)[:, begin:end]}
-        logits.append(model(ids[:, begin:end], past_key_values=cache, **options).logits)
-        begin = end
-    assert begin == ids.shape[1]
-    return torch.cat(logits, dim=1)
 
 
 def positions_of(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-@pytest.mark.parametrize(("family", "rope"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "rope", "scores"),
+    [*((*model, "gate") for model in MODELS), *(("llama", "default", each) for each in TRAINING_FREE)],
+)
 @torch.no_grad()
-def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str) -> None:
-    model = tiny_model(family, rope)
-    ids = random_tokens(2, 10 * BLOCK)
-    with attach(model, select=half_by_pooled_scores(model)) as sparse:
+def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str, scores: str) -> None:
+    model, ids = tiny_model(family, rope), random_tokens(2, 10 * BLOCK)
+    select = by_pooled_scores(model) if scores == "gate" else SelectConfig(sparsity=0.5, scores=scores, block_size=BLOCK)
+    with attach(model, select=select) as sparse:
         expected = model(ids).logits
         once = sparse.stats()["sparsity"]
     assert not torch.allclose(expected, model(ids).logits, atol=1e-3)
-    lengths = [4 * BLOCK, BLOCK, 5 * BLOCK]
-    with attach(model, select=half_by_pooled_scores(model)) as sparse:
-        torch.testing.assert_close(run_in_passes(model, ids, lengths), expected, rtol=1e-4, atol=1e-4)
+    with attach(model, select=select) as sparse:
+        found = run_in_passes(model, ids, [4 * BLOCK, BLOCK, 5 * BLOCK])
         stats = sparse.stats()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert stats["dense_fallbacks"] == 0
-    assert stats["sparsity"] > 0.8 * once
+    assert stats["sparsity"] > 0.7 * once
 
 
 @torch.no_grad()
@@ -88,18 +80,6 @@ def test_the_last_queries_of_a_pass_can_read_every_block() -> None:
             run_in_passes(model, ids, [3 * BLOCK + 7, 20])[:, -20:], dense[:, -20:], rtol=1e-4, atol=1e-4
         )
         assert sparse.stats()["dense_by_choice"] == 1
-
-
-@pytest.mark.parametrize("scores", ["quest", "mean_pool", "sink_local", "oracle"])
-@torch.no_grad()
-def test_training_free_selections_continue_a_cache(scores: str) -> None:
-    model, ids = tiny_model(), random_tokens(1, 8 * BLOCK)
-    select = SelectConfig(sparsity=0.5, scores=scores, block_size=BLOCK)
-    with attach(model, select=select):
-        expected = model(ids).logits
-    with attach(model, select=select) as sparse:
-        torch.testing.assert_close(run_in_passes(model, ids, [3 * BLOCK, 5 * BLOCK]), expected, rtol=1e-4, atol=1e-4)
-        assert sparse.stats()["dense_fallbacks"] == 0
 
 
 @pytest.mark.parametrize(("family", "rope"), [(family, rope) for family, rope in MODELS if rope != "dynamic"])

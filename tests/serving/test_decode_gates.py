@@ -8,12 +8,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.graphs import Step
-from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
+from tests.factory import inputs_of_layers, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, random_decode_gate
-from tests.serving.decoding import check_steps, close, generate, models
+from tests.serving.decoding import close, models
 
 RECENT, SINK, BLOCKS = 20, 2, 16
 OPTIONS: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
@@ -108,26 +106,6 @@ def test_beams_read_as_their_sequences_alone(where: str) -> None:
         for row in range(3):
             alone = model.generate(ids[row : row + 1], max_new_tokens=8, num_beams=3, do_sample=False)
             assert torch.equal(alone[0], beams[row])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("reads", [{"probes": 1}, {"keys": 0.2}, {"threshold": 0.3}], ids=str)
-def test_steps_equal_ordinary_passes(
-    reads: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
-) -> None:
-    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
-    gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
-    ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 61)])
-    options = {"qmodel": gate, **OPTIONS, "dense_layers": (0,), **reads}
-    with attach(model, **options) as sparse:
-        steps, read = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
-        check_steps(sparse, where, 69 - 1)  # the index was rebuilt once
-    monkeypatch.setattr(Step, "device_type", "none")
-    with attach(model, **options) as sparse:
-        ordinary, expected = generate(model, ids, mask, max_new_tokens=70), sparse.stats()
-    close(steps, ordinary)
-    assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
-    assert 0.1 < read["selectivity"] < 0.9
 
 
 def test_what_is_refused() -> None:

@@ -11,9 +11,11 @@ from transformers import DynamicCache
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
+from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.graphs import Step
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
+from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.sparse import gate_for
 
@@ -35,20 +37,35 @@ def test_all_buckets_are_dense_attention(family: str, where: str) -> None:
         check_steps(sparse, where, 19)
 
 
+def decode_gate(**reads: Any) -> dict[str, Any]:
+    gate = random_decode_gate(std=1.0)
+    gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
+    return ROUTED | {"qmodel": gate, "probes": None, "recent": 20, "sink": 2} | reads
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("family", MOSTLY_SLOW)
-def test_steps_equal_ordinary_passes(family: str, where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None) -> None:
-    """With few buckets, through growth of the buffers and new indices."""
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(pytest.param(family, ROUTED, marks=pytest.mark.slow) for family in FAMILIES[1:]),
+        *(("llama", options) for options in (ROUTED, decode_gate(probes=1), decode_gate(keys=0.2), decode_gate(threshold=0.3))),
+    ],
+)
+def test_steps_equal_ordinary_passes(
+    family: str, options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
+) -> None:
+    """With few buckets or blocks, through growth of the buffers and new indices."""
     model = tiny_model(family).to(where)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (50, 41)])
-    with attach(model, **ROUTED) as sparse:
+    with attach(model, **options) as sparse:
         steps, read = generate(model, ids, mask, max_new_tokens=150), sparse.stats()
+        check_steps(sparse, where, 149 - 2)  # the index was rebuilt twice
     monkeypatch.setattr(Step, "device_type", "none")
-    with attach(model, **ROUTED) as sparse:
+    with attach(model, **options) as sparse:
         ordinary, expected = generate(model, ids, mask, max_new_tokens=150), sparse.stats()
     close(steps, ordinary)
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
-    assert read["graph_steps"] + read["eager_steps"] == 149 - 2, "the index was rebuilt twice"
+    assert 0.1 < read["selectivity"] < 0.9
     assert expected["graph_steps"] + expected["eager_steps"] == 0
 
 

@@ -12,9 +12,11 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from tests.factory import prompts_of
+from tests.serving.paged.batches import alone
 from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
+ALONE = {"min_new_tokens": NEW, "prefill_chunk_size": OPTIONS["max_num_batched_tokens"]}
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "sparsity": 0.9, "recent": 256, "dense_below": 0}
 
 
@@ -49,14 +51,14 @@ def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str
     prompts = prompts_of(900, 1100)
     model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
     with attach(model, **SPARSE, **reads) as sparse:
-        expected = [_alone(model, prompt) for prompt in prompts]
-        alone = sparse.stats()
+        expected = [alone(model, prompt, NEW, **ALONE) for prompt in prompts]
+        read = sparse.stats()
     with engine(SPARSE | reads, block_size=page, enable_prefix_caching=False) as llm:
         assert [answers(llm, [prompt])[0][0] for prompt in prompts] == expected
         (counted,) = llm.collective_rpc(stats)
     for name in ("sparsity", "selectivity"):
         assert 0.05 < counted[name] < 0.9
-    assert counted["selectivity"] == pytest.approx(alone["selectivity"], rel=0.02)
+    assert counted["selectivity"] == pytest.approx(read["selectivity"], rel=0.02)
 
 
 def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +113,3 @@ def test_short_prompts_and_a_gate_or_a_router_alone() -> None:
         options = {key: value for key, value in EVERY_KEY.items() if key not in (*unused, *({"gate", "qmodel"} - {name}))}
         with engine(options) as llm:
             assert answers(llm, [prompt]) == expected
-
-
-def _alone(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    generated: Any = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        prefill_chunk_size=OPTIONS["max_num_batched_tokens"],
-    )
-    return generated[0, len(prompt) :].tolist()

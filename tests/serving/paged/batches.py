@@ -12,11 +12,17 @@ GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, 
 PAGE = 32
 
 
-def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+def alone(model: Any, prompt: list[int], new: int = NEW, **options: Any) -> list[int]:
     """Returns the tokens that ``generate`` gives for one prompt."""
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **options)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
     return out[0, len(prompt) :].tolist()
+
+
+def answer(manager: Any, prompt: list[int], new: int = NEW) -> Any:
+    """Returns what a manager that runs generates for one prompt."""
+    manager.add_request(prompt, max_new_tokens=new)
+    return manager.get_result(timeout=20)
 
 
 def together(

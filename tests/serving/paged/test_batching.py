@@ -20,7 +20,7 @@ from msattn.trainer.serving.attach import attach, disable, enable
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, random_partition, tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BUCKETS, EVERY_BLOCK, attach_reading_all, gate_for
 
 ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
@@ -112,8 +112,7 @@ def test_managers_of_another_attention_are_refused() -> None:
     manager = model.init_continuous_batching(GREEDY, config)
     with attach_reading_all(model):
         manager.start()
-        manager.add_request(prompts[0], max_new_tokens=3)
-        assert "outside the attached context" in manager.get_result(timeout=20).error
+        assert "outside the attached context" in answer(manager, prompts[0]).error
         manager.stop(hard_stop=True)
     model.generate_batch(prompts, GREEDY, config, persistent_manager=True)
     with attach_reading_all(model), pytest.raises(UserError, match="destroy_cached_continuous_batching_manager"):
@@ -132,8 +131,7 @@ def test_prompts_that_would_end_all_requests_are_refused() -> None:
                     manager.add_request(bad)
                 with pytest.raises(UserError, match=message):
                     model.generate_batch([good, bad], GREEDY, config)
-            manager.add_request(good)
-            assert manager.get_result(timeout=20).error is None
+            assert answer(manager, good).error is None
         with torch.inference_mode(), pytest.raises(UserError, match="inference_mode"):
             model.generate_batch([good], GREEDY, config)
     assert "generate_batch" not in vars(model)

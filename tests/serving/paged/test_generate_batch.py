@@ -27,7 +27,7 @@ from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
 
 HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
@@ -218,8 +218,7 @@ def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
         config = sparse.batching_config(page_size=PAGE, num_blocks=64, max_batch_tokens=4 * BLOCK)
         with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
             for ids, expected, fallbacks in zip((prompt, follow_up), dense, (0, LAYERS), strict=True):
-                manager.add_request(ids)
-                assert manager.get_result(timeout=20).generated_tokens == expected
+                assert answer(manager, ids).generated_tokens == expected
                 assert sparse.stats()["dense_fallbacks"] == fallbacks
 
 

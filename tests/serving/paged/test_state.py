@@ -21,7 +21,7 @@ from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
 from msattn.trainer.serving.cache.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged import PagedAttention
 from tests.factory import prompts_of, random_partition, tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for
 
 AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)
@@ -82,13 +82,12 @@ def test_pooled_keys_of_decoded_tokens_are_recovered(seen: Counter[str]) -> None
             answers = []
             for turn in range(4):
                 asked = prompt if turn else other
-                manager.add_request(asked, request_id=str(turn), max_new_tokens=PAGE + 3 if turn else 2)
-                answers.append((asked, manager.get_result(request_id=str(turn), timeout=20).generated_tokens))
+                answers.append((asked, answer(manager, asked, PAGE + 3 if turn else 2).generated_tokens))
                 prompt = [*asked, *answers[-1][1], 7, 8, 9] if turn else prompt
     assert seen["recovered blocks"] > 0
     assert seen["known blocks"] > 0
-    for asked, answer in answers:
-        assert answer[:10] == alone(model, asked)[: len(answer)]
+    for asked, tokens in answers:
+        assert tokens[:10] == alone(model, asked)[: len(tokens)]
 
 
 def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
@@ -107,18 +106,15 @@ def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.Monk
             GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=256)
         )
         manager.start()
-        manager.add_request(prompt, max_new_tokens=PAGE + 3)
-        turn = [*prompt, *manager.get_result(timeout=20).generated_tokens, 7, 8, 9]
+        turn = [*prompt, *answer(manager, prompt, PAGE + 3).generated_tokens, 7, 8, 9]
         fails = True
-        manager.add_request(turn, max_new_tokens=3)
-        assert "out of memory" in manager.get_result(timeout=20).error
+        assert "out of memory" in answer(manager, turn).error
         manager._generation_thread.join(20)
         fails = False
         (state,) = sparse.paged._states.values()
         assert all(bool((pooled.flatten(2)[state.is_pooled] != 0).any(-1).all()) for pooled in state.pooled.values())
         manager.start()
-        manager.add_request(turn, max_new_tokens=3)
-        assert manager.get_result(timeout=20).generated_tokens == alone(model, turn)[:3]
+        assert answer(manager, turn).generated_tokens == alone(model, turn)
         manager.stop()
     assert seen["recovered blocks"] > 0
 
@@ -132,7 +128,7 @@ def test_copied_pages_have_the_state_of_theirs(seen: Counter[str], pages_of_requ
     )
     with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
         answers = together(model, sparse, prompts, several, max_blocks_per_request=pages_of_request)
-    assert len({tuple(answer) for answer in answers}) > len(prompts)
+    assert len({tuple(tokens) for tokens in answers}) > len(prompts)
     assert seen["decoded"] >= 6 * 9
 
 
@@ -163,8 +159,7 @@ def test_leaving_the_context_frees_the_state() -> None:
             assert together(model, sparse, prompts) == [expected]
             manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=32))
             manager.start()
-            manager.add_request(prompts[0], max_new_tokens=3)
-            assert manager.get_result(timeout=20).generated_tokens == expected[:3]
+            assert answer(manager, prompts[0]).generated_tokens == expected
             held = list(sparse.paged._states.values())[-1]
             state, buckets = weakref.ref(held), weakref.ref(next(iter(held.buckets.values())))
             del held
