@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import msattn
 from msattn.trainer.artifacts import SHIPPED, find
-from msattn.trainer.config.select import BASELINES, select_config
+from msattn.trainer.config.select import BASELINES
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
@@ -95,11 +95,6 @@ def test_a_router_without_training_is_named(embedded: Any, tmp_path: Path, monke
             assert isinstance(sparse.dispatch.routed.router, kind)
     with msattn.attach(embedded, qmodel="quest") as sparse:
         assert served(sparse) == (32, 2047, 1, {1, 2, 3, 4, 5})
-
-
-def test_a_policy_is_named() -> None:
-    assert select_config("nucleus") == msattn.SelectConfig("nucleus")
-    assert select_config("calibrated", sparsity=0.7) == msattn.SelectConfig("calibrated", sparsity=0.7)
 
 
 @pytest.mark.parametrize(
