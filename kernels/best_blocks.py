@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_best_blocks, check_block_softmax
-from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.checks import check_device, resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
+MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 
 
@@ -49,7 +49,8 @@ def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = 
         If an argument is invalid.
     """
     backend = resolve_backend(backend, logits, name="logits")
-    check_block_softmax(logits, visible, backend)
+    _check_scores("logits", logits, backend)
+    _check_rows("visible", visible, logits, torch.bool, logits.shape[3])
     return _softmax_operator(logits, visible, backend)
 
 
@@ -95,8 +96,36 @@ def best_blocks(
         If an argument is invalid.
     """
     backend = resolve_backend(backend, scores, name="scores")
-    check_best_blocks(scores, counts, visible, always, backend)
+    _check_scores("scores", scores, backend)
+    _check_rows("counts", counts, scores, torch.int32, 1)
+    _check_rows("visible", visible, scores, torch.bool, scores.shape[3])
+    _check_rows("always", always, scores, torch.bool, scores.shape[3])
     return _best_operator(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend)
+
+
+def _check_scores(name: str, x: Tensor, backend: Backend) -> None:
+    if x.dim() != 4 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}: expected float32 (or float64) [batch, heads, row blocks, column blocks], "
+            "each size at least 1"
+        )
+    if backend == "triton" and x.shape[3] > MAX_COLUMNS:
+        raise ValueError(f"{name} has {x.shape[3]} columns: the Triton kernels accept at most {MAX_COLUMNS}")
+    _check_contiguous_rows(name, x)
+
+
+def _check_rows(name: str, x: Tensor, scores: Tensor, dtype: torch.dtype, cols: int) -> None:
+    batch, _, rows, _ = scores.shape
+    if x.dtype != dtype or tuple(x.shape) not in ((1, 1, rows, cols), (batch, 1, rows, cols)):
+        expected = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [{batch} or 1, 1, {rows}, {cols}]")
+    check_device(name, x, "scores", scores)
+    _check_contiguous_rows(name, x)
+
+
+def _check_contiguous_rows(name: str, x: Tensor) -> None:
+    if x.shape[3] > 1 and x.stride(3) != 1:
+        raise ValueError(f"{name}.stride()={x.stride()}: expected contiguous rows (a last stride of 1)")
 
 
 def _save(ctx, inputs, output):

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_bucket_decode
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
+from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists, check_one_query
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -113,7 +113,13 @@ def bucket_decode(
     NotImplementedError
         In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
     """
-    check_bucket_decode(q, k, v, index, probes, recent, sink, kv_start, kv_len, counts)
+    check_qkv(q, k, v)
+    check_one_query(q)
+    for name, x, least in (("index.offsets", index.offsets, 2), ("index.order", index.order, 0), ("probes", probes, 0)):
+        check_lists(name, x, k.shape[1], least, q)
+    check_per_sequence(q, kv_start=kv_start, kv_len=kv_len)
+    check_dense_window(recent, sink, q)
+    check_counts(counts, k.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)

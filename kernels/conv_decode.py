@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale
-from msattn.kernels.common.decode_checks import check_conv_decode
-from msattn.kernels.common.mta_checks import key_taps_before
+from msattn.kernels.common.checks import check_per_sequence, check_qkv, check_splits, resolve_backend, resolve_scale
+from msattn.kernels.common.mta_checks import check_convolution, key_taps_before
 from msattn.kernels.common.primitives import LOG2_E, num_sms, padded_head, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
@@ -92,7 +91,14 @@ def conv_decode(
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
-    check_conv_decode(q_window, k, v, weight, mask, kv_start, kv_len, splits)
+    check_qkv(q_window, k, v)
+    check_convolution(weight, mask, q_window)
+    check_per_sequence(q_window, kv_start=kv_start, kv_len=kv_len)
+    check_splits(splits)
+    if q_window.shape[2] != weight.shape[1]:
+        raise ValueError(
+            f"q_window.shape={tuple(q_window.shape)}: expected {weight.shape[1]} queries, as weight.shape={tuple(weight.shape)}"
+        )
     scale = resolve_scale(scale, q_window.shape[3])
     backend = resolve_backend(backend, q_window, "q_window")
     return _operator(q_window, k, v, weight, kv_start, kv_len, scale, mask, splits, backend)

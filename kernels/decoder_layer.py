@@ -38,7 +38,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None =
     invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("rms_norm", x, weight)
-    _check_rms_norm(x, weight, eps)
+    if x.dtype not in FLOATS or x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_ROW:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D from 1 to {MAX_ROW}"
+        )
+    check_tensor("weight", weight, x.dtype, x.shape[-1:], "x", x)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r}: expected a finite number, 0 or more")
     if resolve_backend(backend, x, "x") == "triton":
         with torch.cuda.device_of(x):
             return launch_rms_norm(x, weight, eps)
@@ -53,7 +59,9 @@ def gated_silu(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> T
     backend. Raises ValueError for an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("gated_silu", gate, up)
-    _check_gated_silu(gate, up)
+    if gate.dtype not in FLOATS or gate.dim() < 1:
+        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 [..., F]")
+    check_tensor("up", up, gate.dtype, gate.shape, "gate", gate)
     if resolve_backend(backend, gate, "gate") == "triton":
         with torch.cuda.device_of(gate):
             return launch_gated_silu(gate, up)
@@ -84,42 +92,6 @@ def rotate_and_append(
     an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
-    _check_rotate_and_append(q, k, v, cos, sin, keys, values, position)
-    if resolve_backend(backend, q) == "triton":
-        with torch.cuda.device_of(q):
-            return launch_rotate_and_append(q, k, v, cos, sin, keys, values, position)
-    cos, sin = cos[:, None], sin[:, None]
-    at = torch.arange(q.shape[2], device=q.device) + position
-    inside = (at >= 0) & (at < keys.shape[2])
-    for cache, x in ((keys, _apply_rope(k, cos, sin)), (values, v)):
-        cache[:, :, at[inside]] = x[:, :, inside]
-    return _apply_rope(q, cos, sin).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    if x.dtype not in FLOATS or x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_ROW:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D from 1 to {MAX_ROW}"
-        )
-    check_tensor("weight", weight, x.dtype, x.shape[-1:], "x", x)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps={eps!r}: expected a finite number, 0 or more")
-
-
-def _check_gated_silu(gate: Tensor, up: Tensor) -> None:
-    if gate.dtype not in FLOATS or gate.dim() < 1:
-        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 [..., F]")
-    check_tensor("up", up, gate.dtype, gate.shape, "gate", gate)
-
-
-def _check_rotate_and_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | int
-) -> None:
     check_qkv(q, k, v)
     (batch, heads, tokens, head), dtype = k.shape, q.dtype
     if q.shape[2] != tokens:
@@ -136,6 +108,20 @@ def _check_rotate_and_append(
         raise ValueError(f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}")
     if isinstance(position, Tensor):
         check_tensor("position", position, torch.int64, (1,), "q", q)
+    if resolve_backend(backend, q) == "triton":
+        with torch.cuda.device_of(q):
+            return launch_rotate_and_append(q, k, v, cos, sin, keys, values, position)
+    cos, sin = cos[:, None], sin[:, None]
+    at = torch.arange(q.shape[2], device=q.device) + position
+    inside = (at >= 0) & (at < keys.shape[2])
+    for cache, x in ((keys, _apply_rope(k, cos, sin)), (values, v)):
+        cache[:, :, at[inside]] = x[:, :, inside]
+    return _apply_rope(q, cos, sin).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

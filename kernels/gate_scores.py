@@ -12,14 +12,16 @@ some rows of one head's map and computes their visible logits twice, first for m
 that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
 """
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common import block_pooling as pooling
-from msattn.kernels.common.block_checks import check_gate_scores
-from msattn.kernels.common.checks import first_query, resolve_backend, statistics_dtype
+from msattn.kernels.common.block_checks import check_block_size, check_poolings, check_rotated
+from msattn.kernels.common.checks import check_per_sequence, check_tokens, first_query, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
@@ -95,11 +97,43 @@ def gate_scores(
         In the backward pass: a gate is trained through its logits.
     """
     backend = resolve_backend(backend, q)
-    check_gate_scores(
-        q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, kv_start, q_rope, mean_weight
-    )
+    check_tokens("q", q)
+    check_block_size(block_size)
+    check_per_sequence(q, kv_start=kv_start)
+    check_poolings("q_pool", q_pool)
+    check_rotated("q_rope", q_rope, "q", q)
+    head_size, dtype, blocks = q.shape[3], statistics_dtype(q), (num_keys + block_size - 1) // block_size
+    pools = pooled_k.shape[3] // head_size - (q_rope is not None) if pooled_k.dim() == 4 else 0
+    kv_heads = pooled_k.shape[1] if pools > 0 else 0
+    if not kv_heads or pooled_k.shape != (len(q), kv_heads, blocks, (pools + (q_rope is not None)) * head_size):
+        raise ValueError(
+            f"pooled_k.shape={tuple(pooled_k.shape)}: expected [{len(q)}, key/value heads, {blocks}, poolings * {head_size}],"
+            " the last pooling that of q_rope, if it is given"
+        )
+    heads, hidden = query_weight.shape[:2] if query_weight.dim() == 3 else (0, 0)
+    if heads < 1 or q.shape[1] % heads or heads % kv_heads or hidden < 2 or hidden % 2:
+        raise ValueError(
+            f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, pooled]: gate heads a divisor of"
+            f" {q.shape[1]} query heads and a multiple of {kv_heads} key/value heads, hidden even"
+        )
+    if pooled_k.dtype != dtype or pooled_k.device != q.device:
+        raise ValueError(f"pooled_k is {pooled_k.dtype} on {pooled_k.device}: expected {dtype} on {q.device}")
+    _check_weight("query_weight", query_weight, dtype, (heads, hidden, q.shape[1] // heads * len(q_pool) * head_size), q)
+    _check_weight("key_weight", key_weight, dtype, (heads, hidden, pools * head_size), q)
+    if inv_freq is not None:
+        _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
+    if not math.isfinite(mean_weight) or (mean_weight and q_rope is None):
+        raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope unless it is 0")
     options = (",".join(q_pool), num_keys, block_size, kv_start, q_rope, mean_weight, last_queries)
     return _operator(q, pooled_k, query_weight, key_weight, inv_freq, *options, backend)
+
+
+def _check_weight(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], q: Tensor) -> None:
+    if x.dtype != dtype or tuple(x.shape) != shape or x.device != q.device or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}: expected {dtype} {shape} on {q.device},"
+            " contiguous"
+        )
 
 
 def launch(

@@ -14,11 +14,13 @@ Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or t
 Comments give the shapes of tiles.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_block_size, check_pool
+from msattn.kernels.common.block_checks import check_block_size
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -113,8 +115,9 @@ def maxpool_attention(
     """
     check_qkv(q, k, v)
     check_block_size(block_size)
-    check_pool(pool)
-    check_per_sequence("kv_start", kv_start, q)
+    if pool not in get_args(Pool):
+        raise ValueError(f"pool={pool!r}: expected one of {', '.join(get_args(Pool))}")
+    check_per_sequence(q, kv_start=kv_start)
     check_sinks(sinks, q.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)

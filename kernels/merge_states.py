@@ -5,11 +5,11 @@
 Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``. A program owns ROWS of the B * H * N rows.
 """
 
+import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend
-from msattn.kernels.common.decode_checks import check_states
+from msattn.kernels.common.checks import FLOATS, check_tensor, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import padded_head, tl, triton
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.types import Backend, SparseAttention
@@ -40,7 +40,12 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
-    check_states(outs, lses)
+    if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
+        raise ValueError(
+            f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, heads, tokens, head size], "
+            "each size at least 1"
+        )
+    check_tensor("lses", lses, statistics_dtype(outs), outs.shape[:4], "outs", outs)
     return SparseAttention(*_operator(outs, lses, resolve_backend(backend, outs, name="outs")))
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_bucket_sums, check_nearest_centroid
-from msattn.kernels.common.checks import resolve_backend, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_num_buckets
+from msattn.kernels.common.checks import check_device, check_tensor, check_tokens, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import num_sms, padded_head, tl, triton, tuned_tile
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.splits import one_wave_splits
@@ -54,7 +54,13 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
     NotImplementedError
         In the backward pass, which is not implemented.
     """
-    check_nearest_centroid(k, centroids)
+    check_tokens("k", k)
+    shape = tuple(centroids.shape)
+    if len(shape) != 3 or shape[0] != k.shape[1] or shape[1] < 1 or shape[2] != k.shape[3]:
+        raise ValueError(f"centroids.shape={shape}: expected [{k.shape[1]}, C, {k.shape[3]}], with k's heads and head size")
+    if centroids.dtype != statistics_dtype(k):
+        raise ValueError(f"centroids.dtype={centroids.dtype}: expected {statistics_dtype(k)} for k.dtype={k.dtype}")
+    check_device("centroids", centroids, "k", k)
     return NearestCentroid(*_nearest_operator(k, centroids, resolve_backend(backend, k, name="k")))
 
 
@@ -86,7 +92,9 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     NotImplementedError
         In the backward pass, which is not implemented.
     """
-    check_bucket_sums(k, buckets, num_buckets)
+    check_tokens("k", k)
+    check_tensor("buckets", buckets, torch.int32, k.shape[:3], "k", k)
+    check_num_buckets(num_buckets)
     return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))
 
 

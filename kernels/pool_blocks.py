@@ -8,12 +8,13 @@ The results are the inputs of SeerAttention's gate (section 3.1). The kernel is 
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_pool_blocks
+from msattn.kernels.common.block_checks import check_block_size, check_poolings, check_rotated
 from msattn.kernels.common.block_pooling import empty_result, launch
-from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.checks import check_device, check_tokens, resolve_backend
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.types import Backend
 
@@ -57,7 +58,14 @@ def pool_blocks(
     NotImplementedError
         In the backward pass, which is not implemented.
     """
-    check_pool_blocks(x, poolings, block_size, start, rotated)
+    check_tokens("x", x)
+    check_block_size(block_size)
+    check_poolings("poolings", poolings)
+    check_rotated("rotated", rotated, "x", x)
+    if start is not None:
+        if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or len(start) not in (1, x.shape[0]):
+            raise ValueError(f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, ({x.shape[0]},) or (1,)")
+        check_device("start", start, "x", x)
     return _operator(x, ",".join(poolings), block_size, start, rotated, resolve_backend(backend, x, name="x"))
 
 

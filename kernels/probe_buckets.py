@@ -19,12 +19,13 @@ all buckets. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (slice and block, clas
 head, sequence).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_probe_buckets
-from msattn.kernels.common.checks import resolve_backend
+from msattn.kernels.common.checks import check_qkv, check_tensor, resolve_backend
 from msattn.kernels.common.densities import SMALLEST_SUM
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -92,7 +93,33 @@ def probe_buckets(
     ValueError
         If an argument is invalid.
     """
-    check_probe_buckets(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold)
+    check_qkv(q, q, q)
+    heads = q.shape[1]
+    if q.shape[2] != 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple of kv_heads={kv_heads}"
+        )
+    if weight_in.dim() != 3 or weight_out.dim() != 3 or heads % max(1, len(weight_in)):
+        raise ValueError(
+            f"weight_in.shape={tuple(weight_in.shape)}, weight_out.shape={tuple(weight_out.shape)}: "
+            f"expected [H, D, F] and [H, F, C], H a divisor of q's {heads} heads"
+        )
+    classifiers, hidden, num_buckets = len(weight_in), weight_in.shape[2], weight_out.shape[2]
+    for name, x, shape in (
+        ("weight_in", weight_in, (classifiers, q.shape[3], hidden)),
+        ("bias_in", bias_in, (classifiers, 1, hidden)),
+        ("weight_out", weight_out, (classifiers, hidden, num_buckets)),
+        ("bias_out", bias_out, (classifiers, 1, num_buckets)),
+    ):
+        check_tensor(name, x, q.dtype, shape, "q", q)
+    if not 0 <= probes <= num_buckets:
+        raise ValueError(f"probes={probes!r}: expected 0 to {num_buckets}, the number of buckets")
+    if (sizes is None) != (threshold is None):
+        raise ValueError(f"threshold={threshold!r}: expected a number with sizes, and None without")
+    if threshold is not None and not 0 <= threshold < math.inf:
+        raise ValueError(f"threshold={threshold!r}: expected a finite number, 0 or more")
+    if sizes is not None:
+        check_tensor("sizes", sizes, torch.int32, (len(q), kv_heads, num_buckets), "q", q)
     chosen = resolve_backend(backend, q)
     return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, chosen)
 

@@ -26,7 +26,14 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, 
     an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("unrotate", x, cos, sin)
-    _check(x, cos, sin)
+    check_tokens("x", x)
+    batch, _, tokens, size = x.shape
+    for name, part in (("cos", cos), ("sin", sin)):
+        ok = part.is_floating_point() and part.dim() == 3 and len(part) in (batch, 1) and part.shape[1] == tokens
+        if not ok or part.shape[2] % 2 or part.shape[2] > size or part.shape[2] != cos.shape[-1]:
+            expected = f"floating point [{batch} or 1, {tokens}, r], r even and up to {size}, one shape for both"
+            raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}: expected {expected}")
+        check_device(name, part, "x", x)
     if not cos.shape[-1]:
         return x
     if resolve_backend(backend, x, "x") == "triton":
@@ -38,17 +45,6 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, 
     a, b = pairs.unbind(dim)
     before = (pairs * cos + torch.stack((b, -a), dim) * sin) / (cos * cos + sin * sin)
     return torch.cat((before.flatten(-2).to(x.dtype), x[..., rotated:]), dim=-1)
-
-
-def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    check_tokens("x", x)
-    batch, _, tokens, size = x.shape
-    for name, part in (("cos", cos), ("sin", sin)):
-        ok = part.is_floating_point() and part.dim() == 3 and len(part) in (batch, 1) and part.shape[1] == tokens
-        if not ok or part.shape[2] % 2 or part.shape[2] > size or part.shape[2] != cos.shape[-1]:
-            expected = f"floating point [{batch} or 1, {tokens}, r], r even and up to {size}, one shape for both"
-            raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}: expected {expected}")
-        check_device(name, part, "x", x)
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -4,11 +4,12 @@ Candidates are for 16-bit heads of 128. A tile is (rows, keys, warps, stages, pr
 :class:`msattn.kernels.tuned.Tile`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from statistics import geometric_mean
 from typing import Any
+from unittest.mock import patch
 
 from msattn.kernels import tuned
 from msattn.kernels.bench.rows import BenchRow
@@ -117,29 +118,9 @@ def faster_tiles(operation: str, backward: bool, rows: Sequence[BenchRow]) -> di
     return found
 
 
-@contextmanager
-def ignore_user_tiles() -> Iterator[None]:
-    """Temporarily disables the tiles that the user has tuned."""
-    user_tiles = tuned.user_tiles
-    tuned.user_tiles = dict
-    try:
-        yield
-    finally:
-        tuned.user_tiles = user_tiles
-
-
-@contextmanager
-def override_tile(kernel: str, tile: Tile) -> Iterator[None]:
+def override_tile(kernel: str, tile: Tile) -> AbstractContextManager[Any]:
     """Temporarily overrides the tile of ``kernel``, for all inputs."""
-    in_table = kernel in tuned.FULL_PRECISION
-    module, name = (tuned, "pick") if in_table else (import_module(SHAPE_DEPENDENT[kernel]), "default_tile")
-    original = getattr(module, name)
-
-    def choose(*inputs: Any) -> Tile:
-        return original(*inputs) if in_table and inputs[0] != kernel else tile
-
-    setattr(module, name, choose)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+    if kernel not in tuned.FULL_PRECISION:
+        return patch.object(import_module(SHAPE_DEPENDENT[kernel]), "default_tile", lambda *sizes: tile)
+    pick = tuned.pick
+    return patch.object(tuned, "pick", lambda name, *others: tile if name == kernel else pick(name, *others))

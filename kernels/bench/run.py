@@ -5,11 +5,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from msattn.kernels import tuned
 from msattn.kernels.bench import clustering_cases, decode_cases, prefill_cases, selection_cases
-from msattn.kernels.bench.candidate_tiles import SHIPPED, ignore_user_tiles, list_candidates, override_tile, variant_name
+from msattn.kernels.bench.candidate_tiles import SHIPPED, list_candidates, override_tile, variant_name
 from msattn.kernels.bench.cases import BenchCase, Function, Options, Peer, ReferenceMismatch, check, runner
 from msattn.kernels.bench.full_size import error_at_full_size
 from msattn.kernels.bench.rows import BenchRow, Shape, Work, throughput
@@ -57,7 +59,8 @@ def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
         timer = _Timer(operation, replace(shape, length=length), options.backward)
         for candidate in (None, *list_candidates(operation, options.backward)):
             name = SHIPPED if candidate is None else variant_name(*candidate)
-            with ignore_user_tiles(), nullcontext() if candidate is None else override_tile(*candidate):
+            override = nullcontext() if candidate is None else override_tile(*candidate)
+            with patch.object(tuned, "user_tiles", dict), override:  # the user has no tiles meanwhile
                 try:
                     with compile_seconds() as seconds:
                         for case in CASES[operation](shape.small(), options):

@@ -95,7 +95,7 @@ def block_sparse_attention(
     """
     check_qkv(q, k, v)
     check_block_mask(block_mask, q, k, block_size)
-    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence(q, kv_start=kv_start)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     return SparseAttention(*_operator(q, k, v, block_mask, kv_start, block_size, causal, scale, softcap, backend))

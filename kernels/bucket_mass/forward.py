@@ -28,8 +28,15 @@ from msattn.kernels.bucket_mass.finalize import (
     top_key_kernel,
 )
 from msattn.kernels.bucket_mass.packing import max_key_groups, pack_keys
-from msattn.kernels.common.bucket_checks import check_bucket_mass
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.bucket_checks import check_num_buckets
+from msattn.kernels.common.checks import (
+    check_qkv,
+    check_tensor,
+    resolve_backend,
+    resolve_scale,
+    resolve_softcap,
+    statistics_dtype,
+)
 from msattn.kernels.common.primitives import LOG2_E, load_tile, num_sms, padded_head, precision, tile_view, tl, triton
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
@@ -95,7 +102,14 @@ def bucket_mass(
     NotImplementedError
         In the backward pass, as the operation makes training targets.
     """
-    check_bucket_mass(q, k, buckets, num_buckets, min_distance, q_pos, k_pos)
+    check_qkv(q, k, k)
+    check_tensor("buckets", buckets, torch.int32, k.shape[:3], "q", q)
+    for name, positions, tokens in (("q_pos", q_pos, q.shape[2]), ("k_pos", k_pos, k.shape[2])):
+        if positions is not None:
+            check_tensor(name, positions, torch.int32, (tokens,), "q", q)
+    check_num_buckets(num_buckets)
+    if min_distance is not None and min_distance < 0:
+        raise ValueError(f"min_distance={min_distance!r}: expected a number of tokens, 0 or more")
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     return BucketMass(*_operator(q, k, buckets, q_pos, k_pos, num_buckets, causal, scale, softcap, min_distance, backend))

@@ -2,9 +2,10 @@
 
 Checks read metadata only (shapes, dtypes, devices, strides), so that they never wait for a device. Values that tensors hold
 (``kv_start``, zoom levels, probes) are checked only by the references, where reading them is free. Every check raises
-ValueError with the name of the argument, its value and what is expected. Checks of a family of operations are in
+ValueError with the name of the argument, its value and what is expected. Checks that a family of operations shares are in
 :mod:`~msattn.kernels.common.block_checks`, :mod:`~msattn.kernels.common.bucket_checks`,
-:mod:`~msattn.kernels.common.decode_checks` and :mod:`~msattn.kernels.common.mta_checks`.
+:mod:`~msattn.kernels.common.paged_checks` and :mod:`~msattn.kernels.common.mta_checks`; those of a single operation stand in
+its public function.
 """
 
 import math
@@ -162,10 +163,17 @@ def check_tokens(name: str, x: Tensor) -> None:
     _check_head_size(x)
 
 
-def check_per_sequence(name: str, x: Tensor | None, q: Tensor) -> None:
-    """Checks ``kv_start`` or ``kv_len``: None, or int32 ``[B]`` on q's device."""
-    if x is not None:
-        check_tensor(name, x, torch.int32, (q.shape[0],), "q", q, "one for each sequence")
+def check_per_sequence(q: Tensor, **numbers: Tensor | None) -> None:
+    """Checks numbers such as ``kv_start`` and ``kv_len``: None, or int32 ``[B]`` on q's device."""
+    for name, x in numbers.items():
+        if x is not None:
+            check_tensor(name, x, torch.int32, (q.shape[0],), "q", q, "one for each sequence")
+
+
+def check_splits(splits: int | None) -> None:
+    """Checks the number of parts that the keys are divided into."""
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits={splits!r}: expected an integer of at least 1, or None")
 
 
 def check_no_gradient(name: str, *tensors: Tensor) -> None:

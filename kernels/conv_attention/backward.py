@@ -13,8 +13,6 @@ including left padding, which holds zeros and is masked.
 Grid: (row tile and span of keys, head of a sequence).
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -42,18 +40,6 @@ MIN_ROWS = 128  # query rows of a chunk at least
 TILES_PER_PROGRAM = 16  # key tiles in the span of a program
 
 
-class Gradients(NamedTuple):
-    """fp32 gradients of the score factors and of v, in their layouts.
-
-    ``band`` is None without a band.
-    """
-
-    x: Tensor
-    y: Tensor
-    v: Tensor
-    band: Tensor | None
-
-
 def conv_attention_backward(
     factors: ScoreFactors,
     v: Tensor,
@@ -63,13 +49,14 @@ def conv_attention_backward(
     kv_start: Tensor | None,
     causal: bool,
     scale: float,
-) -> Gradients:
-    """Computes the gradients of the factors and of v.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the fp32 gradients of the factors x and y, of v, and of the band, if there is one, in their layouts.
 
     ``row_delta [B, H, N]`` is ``rowsum(dO * O)``.
     """
-    grads = [torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)]
-    dx, dy, dv = grads
+    dx, dy, dv = (
+        torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)
+    )
     dband = None if factors.band is None else torch.zeros_like(factors.band)
     batch, heads, num_queries, head = dout.shape
     num_keys, tile = v.shape[2], factors.tile("conv_attention_scores")
@@ -90,7 +77,7 @@ def conv_attention_backward(
         matmul_accumulate_transposed(probs, dout, dv, rows)
         matmul_accumulate_transposed(dscores, factors.x, dy, rows, factors.terms)
         matmul_accumulate(dscores, factors.y, dx, rows, factors.terms)
-    return Gradients(dx, dy, dv, dband)
+    return dx, dy, dv, dband
 
 
 @triton.jit(

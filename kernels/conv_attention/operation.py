@@ -100,7 +100,7 @@ def conv_attention(
     """
     check_qkv(q, k, v)
     check_convolution(weight, mask, q)
-    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence(q, kv_start=kv_start)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return _operator(q, k, v, weight, kv_start, causal, scale, mask, backend)[0]
@@ -153,14 +153,15 @@ def launch_backward(
         heads = slice(kv.start * group, kv.stop * group)
         conv, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal, mask)
         statistics = lse[:, heads], row_delta[:, heads]
-        grads = conv_attention_backward(factors, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale)
-        dweight_part = weight_gradient(conv, grads.y).sum((0, 2))
-        if grads.band is None:
-            dq[:, heads] = grads.x
+        dx, dy, dv[:, kv], dband = conv_attention_backward(
+            factors, v[:, kv], dout[:, heads], *statistics, kv_start, causal, scale
+        )
+        dweight_part = weight_gradient(conv, dy).sum((0, 2))
+        if dband is None:
+            dq[:, heads] = dx
         else:
-            dweight_part += query_gradient(conv, grads.x, grads.band, dq[:, heads]).sum((0, 2))
-        key_gradient(conv, grads.y, grads.band, dk[:, kv])
-        dv[:, kv] = grads.v
+            dweight_part += query_gradient(conv, dx, dband, dq[:, heads]).sum((0, 2))
+        key_gradient(conv, dy, dband, dk[:, kv])
         dweight[heads] = dweight_part
     return dq, dk, dv, dweight
 

@@ -5,12 +5,20 @@
 The kernels are those of :mod:`msattn.kernels.common.dense_decode`.
 """
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale
-from msattn.kernels.common.decode_checks import check_flash_decode
+from msattn.kernels.common.checks import (
+    check_device,
+    check_per_sequence,
+    check_qkv,
+    check_splits,
+    resolve_backend,
+    resolve_scale,
+)
 from msattn.kernels.common.dense_decode import launch
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding
 from msattn.kernels.flash_decode.score_mod import built_in
@@ -76,7 +84,15 @@ def flash_decode(
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
-    check_flash_decode(q, k, v, variant, score_mod, kv_start, kv_len, splits)
+    check_qkv(q, k, v)
+    check_per_sequence(q, kv_start=kv_start, kv_len=kv_len)
+    check_splits(splits)
+    if variant not in get_args(Variant):
+        raise ValueError(f"variant={variant!r}: expected 'partial' or 'global'")
+    for n, x in enumerate(score_mod.tensors if score_mod else ()):
+        check_device(f"score_mod.tensors[{n}]", x, "q", q)
+    if score_mod and score_mod.built_in == "alibi" and score_mod.tensors[0].shape != q.shape[1:2]:
+        raise ValueError(f"score_mod: alibi has {len(score_mod.tensors[0])} slopes, expected {q.shape[1]}, one per head")
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     options = (kv_start, kv_len, variant, causal, scale, splits, backend)

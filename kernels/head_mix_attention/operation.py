@@ -74,7 +74,7 @@ def head_mix_attention(
     """
     check_qkv(q, k, v)
     check_head_weight(weight, q)
-    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence(q, kv_start=kv_start)
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     return _operator(q, k, v, weight, kv_start, causal, scale, backend)[0]

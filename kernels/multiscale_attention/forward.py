@@ -131,7 +131,7 @@ def multiscale_attention(
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
-    check_per_sequence("kv_start", kv_start, q)
+    check_per_sequence(q, kv_start=kv_start)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     return SparseAttention(*_operator(q, k, v, zoom, kv_start, block_size, causal, scale, softcap, backend))

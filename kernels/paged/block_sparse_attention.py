@@ -13,9 +13,18 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
+from msattn.kernels.common.block_checks import check_block_size, check_map_shape
 from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
-from msattn.kernels.common.checks import has_aligned_rows, resolve_backend, resolve_scale, resolve_softcap
-from msattn.kernels.common.paged_checks import check_paged_block_sparse_attention
+from msattn.kernels.common.checks import (
+    check_device,
+    check_tensor,
+    check_tokens,
+    has_aligned_rows,
+    resolve_backend,
+    resolve_scale,
+    resolve_softcap,
+)
+from msattn.kernels.common.paged_checks import check_paged_keys
 from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
@@ -88,7 +97,20 @@ def paged_block_sparse_attention(
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
-    check_paged_block_sparse_attention(q, cache, cu_queries, block_mask, max_queries, block_size)
+    if q.dim() != 3 or min(q.shape) < 1:
+        raise ValueError(f"q.shape={tuple(q.shape)}: expected packed queries [tokens, heads, head size], each at least 1")
+    check_tokens("q", q[None])
+    check_paged_keys(cache, q.shape[1], q)
+    check_block_size(block_size)
+    batch, pages = cache.table.shape
+    if max_queries < 1:
+        raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
+    check_tensor("cu_queries", cu_queries, torch.int32, (batch + 1,), "q", q)
+    if block_mask is not None:
+        row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
+        accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
+        check_map_shape("block_mask", block_mask, torch.bool, accepted)
+        check_device("block_mask", block_mask, "q", q)
     scale, softcap = resolve_scale(scale, q.shape[2]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     arguments = (q, *cache, cu_queries, block_mask, max_queries, block_size, scale, softcap, backend)

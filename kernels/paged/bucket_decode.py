@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
+from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists, check_one_query
+from msattn.kernels.common.checks import check_tensor, resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
-from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_bucket_decode
+from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_decode
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -105,7 +106,12 @@ def paged_bucket_decode(
     NotImplementedError
         In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
     """
-    check_paged_bucket_decode(q, cache, buckets, probes, recent, sink, counts)
+    check_paged_decode(q, cache)
+    check_one_query(q)
+    check_tensor("buckets", buckets, torch.int16, cache.k.shape[:3], "q", q, "one for each slot and head")
+    check_lists("probes", probes, cache.k.shape[2], 0, q)
+    check_dense_window(recent, sink, q)
+    check_counts(counts, cache.k.shape[2], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)

@@ -10,11 +10,12 @@ mask. Grid: (span, key/value head, sequence).
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.checks import resolve_backend
-from msattn.kernels.common.paged_checks import check_paged_bucket_sizes
+from msattn.kernels.common.checks import check_tensor, resolve_backend
+from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_table
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.common.registration import register_op
@@ -62,7 +63,20 @@ def paged_bucket_sizes(
     ValueError
         If an argument is invalid. The values of ``table`` and ``kv_len`` are checked only by the reference.
     """
-    check_paged_bucket_sizes(buckets, table, kv_len, num_buckets, counted, sizes)
+    if buckets.dtype != torch.int16 or buckets.dim() != 3 or min(buckets.shape) < 1:
+        raise ValueError(
+            f"buckets is {buckets.dtype} {tuple(buckets.shape)}: expected int16 [pages, page size, heads], each at least 1"
+        )
+    check_table("", table, kv_len, "buckets", buckets)
+    if not 1 <= num_buckets <= MAX_BUCKETS:
+        raise ValueError(f"num_buckets={num_buckets!r}: expected 1 to {MAX_BUCKETS:,}, the ids of int16")
+    if counted is not None:
+        check_tensor("counted", counted, torch.int32, (len(table),), "buckets", buckets, "one for each sequence")
+    if sizes is not None:
+        shape = (len(table), buckets.shape[2], num_buckets)
+        check_tensor("sizes", sizes, torch.int32, shape, "buckets", buckets, "one for each sequence, head and bucket")
+        if not sizes.is_contiguous():
+            raise ValueError(f"sizes has strides {sizes.stride()}: expected a contiguous tensor")
     backend = resolve_backend(backend, buckets, name="buckets")
     if sizes is None:
         sizes = table.new_zeros((len(table), buckets.shape[2], num_buckets))

@@ -1,7 +1,7 @@
 """Tests maxpool_attention: accuracy against fp64, edge cases, operator."""
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import POOLS
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.testing import assert_within_budget, block_numbers, capped, pool_over_blocks, random_qkv, starts
 from msattn.kernels.types import Backend, Pool
@@ -79,7 +78,7 @@ def test_masses_agree_with_fp64(
 
 
 @settings(max_examples=10, deadline=None)
-@given(**ANY_LENGTHS, pool=st.sampled_from(POOLS))
+@given(**ANY_LENGTHS, pool=st.sampled_from(get_args(Pool)))
 def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float | None, pool: Pool) -> None:
     check(Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block), "torch", "cpu", softcap, pool=pool)
 
@@ -90,7 +89,7 @@ def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
     lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (4095, 4095), (130, 65)]
     variants = itertools.cycle([(None, False), (5.0, False), (None, True), (50.0, True), (None, False)])
-    pools = itertools.cycle([*POOLS, "max"])  # each variant with each pool
+    pools = itertools.cycle([*get_args(Pool), "max"])  # each variant with each pool
     for case, variant, pool in zip(full_product(head_size, dtype, lengths, block_size), variants, pools, strict=False):
         check(case, "triton", "cuda", *variant, pool)
 
