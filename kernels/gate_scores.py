@@ -122,7 +122,7 @@ def gate_scores(
     _check_weight("key_weight", key_weight, dtype, (heads, hidden, pools * head_size), q)
     if inv_freq is not None:
         _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
-    if not math.isfinite(mean_weight) or (mean_weight and q_rope is None):
+    if not -math.inf < mean_weight < math.inf or (mean_weight and q_rope is None):
         raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope unless it is 0")
     options = (",".join(q_pool), num_keys, block_size, kv_start, q_rope, mean_weight, last_queries)
     return _operator(q, pooled_k, query_weight, key_weight, inv_freq, *options, backend)
