@@ -10,6 +10,7 @@ from torch import Tensor
 
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
 
+Numbers = int | Sequence[int]  # of all sequences, or of each
 ANY_LENGTHS = {  # of queries, and of so many more keys
     "n": st.integers(1, 150),
     "more": st.integers(-20, 90),
@@ -29,6 +30,17 @@ def random_buckets(
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(batch, heads, num_keys, generator=generator) ** 2 * (num_buckets + 1) - 1
     return skewed.floor().int().to(device)
+
+
+def keys_read(buckets: Tensor, probes: Tensor, recent: Numbers, sink: int, begin: Numbers, end: Numbers) -> Tensor:
+    """Returns the keys that a decoding step reads by definition, ``bool [B, Hkv, M]``.
+
+    The first and the number of newest keys, and the end, are those of each sequence, or of all.
+    """
+    position = torch.arange(buckets.shape[2], device=buckets.device)
+    first, stop, newest = (torch.as_tensor(x, device=buckets.device).view(-1, 1, 1) for x in (begin, end, recent))
+    probed = (buckets[..., None] == probes[:, :, None]).any(-1) & (buckets >= 0)
+    return (probed | (position < first + sink) | (position >= stop - newest)) & (position >= first) & (position < stop)
 
 
 class Case(NamedTuple):

@@ -1,6 +1,7 @@
 """Checks that the tests of several operations share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,21 +62,18 @@ def assert_agrees(
     return exact, full
 
 
-def assert_operator(
-    operator: Any, arguments: tuple[Any, ...], function: Callable[..., Any], *inputs: Any, **options: Any
-) -> None:
-    """Asserts that a custom operator passes opcheck, and that its function compiles without graph breaks."""
-    torch.library.opcheck(operator, arguments)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*inputs, **options), function(*inputs, **options))
+def assert_not_copied(module: ModuleType, kernel: str, step: Callable[[], Any], tensors: Iterable[Tensor]) -> None:
+    """Asserts that a step passes the tensors themselves to a kernel of the module."""
+    launched, passed = getattr(module, kernel), []
 
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **options: (passed.extend(args), launched[grid](*args, **options))
 
-def assert_no_gradient(function: Callable[..., Any], x: Tensor, *others: Any, **options: Any) -> None:
-    """Asserts that the backward pass of an operation for inference says so."""
-    result = function(x.requires_grad_(), *others, **options)
-    out = result if isinstance(result, Tensor) else next(x for x in result if x.requires_grad)
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        out.sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, kernel, Launches())
+        step()
+    assert {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in passed if isinstance(x, Tensor)}
 
 
 def assert_strides_accepted(decode: Callable[[Tensor, Tensor], Any], device: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests of `bucket_decode`: agreement with fp64, edge cases, operator."""
+"""Tests of `bucket_decode`: agreement with fp64, edge cases."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import bucket_decode as module
-from msattn.kernels import reference
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.testing import capped, dense_attention, random_qkv, starts
 from msattn.kernels.types import Backend, BucketIndex
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, random_buckets
+from tests.kernels.problems import CAPPED_SCALE, keys_read, random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -51,24 +50,10 @@ class Case(NamedTuple):
         return {"recent": recent, "sink": self.sink, **lengths}
 
 
-def keys_read(case: Case, index: BucketIndex, probes: Tensor) -> Tensor:
-    """Returns the keys to read by definition: bool ``[B, Hkv, M]``."""
-    read = torch.zeros(case.batch, case.kv_heads, case.num_keys, dtype=torch.bool)
-    for b, h in itertools.product(range(case.batch), range(case.kv_heads)):
-        start = case.padding[b] if case.padding else 0
-        end = case.filled[b] if case.filled else case.num_keys
-        recent = case.recent[b] if isinstance(case.recent, tuple) else case.recent
-        chosen = {*range(start, start + case.sink), *range(end - recent, end)}
-        for c in probes[b, h].tolist():
-            if c >= 0:
-                chosen.update(index.order[b, h, index.offsets[b, h, c] : index.offsets[b, h, c + 1]].tolist())
-        read[b, h, [j for j in chosen if start <= j < end]] = True
-    return read.to(probes.device)
-
-
 def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     q, k, v, index, probes = case.inputs(device)
-    read = keys_read(case, index, probes)
+    buckets = random_buckets(case.batch, case.kv_heads, case.num_keys, case.num_buckets, device)
+    read = keys_read(buckets, probes, case.recent, case.sink, case.padding or 0, case.filled or case.num_keys)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
     scale = None if softcap is None else CAPPED_SCALE * 64 / case.head_size  # larger scores differ more between fp32 sums
     unread = ~read[..., None]  # these keys may hold any value
@@ -179,19 +164,14 @@ def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, d
                 torch.testing.assert_close(x[row], y)
 
 
-def test_expanded_tensors_are_not_copied(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, passed = module._split_bucket_decode_kernel, []
-
-    class Launches:
-        def __getitem__(self, grid: tuple[int, ...]):
-            return lambda *args, **options: (passed.extend(args), kernel[grid](*args, **options))
-
-    monkeypatch.setattr(module, "_split_bucket_decode_kernel", Launches())
+def test_expanded_tensors_are_not_copied(device: str) -> None:
     q, k, v, index, probes = Case(1, 2, 1, 70, 64).inputs(device)
-    k, v, offsets, order, probes = (x.expand(3, *x.shape[1:]) for x in (k, v, *index, probes))
-    bucket_decode(q.repeat(3, 1, 1, 1), k, v, BucketIndex(offsets, order), probes, recent=9, backend="triton")
-    addresses = [x.data_ptr() for x in passed if isinstance(x, Tensor)]
-    assert all(x.data_ptr() in addresses for x in (k, v, offsets, order, probes))
+    wide = k, v, offsets, order, probes = [x.expand(3, *x.shape[1:]) for x in (k, v, *index, probes)]
+
+    def step() -> Any:
+        return bucket_decode(q.repeat(3, 1, 1, 1), k, v, BucketIndex(offsets, order), probes, recent=9, backend="triton")
+
+    shared.assert_not_copied(module, "_split_bucket_decode_kernel", step, wide)
 
 
 def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,102 +185,12 @@ def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.M
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
-    recent, lengths = starts([5, 9], device), starts([70, 30], device)
-    arguments = (q, k, v, *index, probes, recent, 0, 1, 0.1, 5.0, None, lengths, False, backend)
-    counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
-    torch.library.opcheck(module._counting_operator, (*arguments[:-1], counts, backend))
-    inputs = bucket_decode, q, k, v, index, probes
-    shared.assert_operator(module._operator, arguments, *inputs, recent=recent, kv_len=lengths, backend=backend)
-    counts.zero_()  # once compiled, once not
-    shared.assert_operator(module._operator, arguments, *inputs, recent=5, softcap=2.0, counts=counts, backend=backend)
-    assert (counts > 10).all()
-    assert (counts % 2 == 0).all()
-
-
 def test_accepts_strided_views(device: str) -> None:
     q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
     shared.assert_strides_accepted(lambda k, v: bucket_decode(q, k, v, index, probes, recent=9, backend="triton"), device)
     offsets, order, chosen = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*index, probes))
     want = bucket_decode(q, k, v, index, probes, recent=9, backend="triton")
     shared.assert_same(bucket_decode(q, k, v, BucketIndex(offsets, order), chosen, recent=9, backend="triton"), want)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_has_no_gradient(backend: Backend, device: str) -> None:
-    q, k, v, index, probes = Case(1, 2, 1, 20, 64).inputs(device)
-    shared.assert_no_gradient(bucket_decode, q, k, v, index, probes, recent=3, backend=backend)
-    counts = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    out = bucket_decode(q, k, v, index, probes, recent=3, counts=counts, backend=backend).out
-    with pytest.raises(RuntimeError, match="backward"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"recent": -1}, "recent=-1"),
-        ({"recent": torch.zeros(1)}, "recent is torch.float32"),
-        ({"sink": -2}, "sink=-2"),
-        ({"scale": 0.0}, "scale=0.0"),
-        ({"softcap": 0.0}, "softcap=0.0"),
-        ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is torch.int32"),
-        ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
-        ({"counts": torch.zeros(1, 2)}, "counts is torch.float32"),
-        ({"counts": torch.zeros(1, 1, dtype=torch.int64)}, "counts is torch.int64 \\(1, 1\\)"),
-        ({"counts": torch.zeros(1, 4, dtype=torch.int64)[:, ::2]}, "contiguous"),
-        ({"counts": torch.zeros(1, 2, dtype=torch.int64, device="meta")}, "counts.device=meta"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-        ({"q": torch.zeros(1, 2, 2, 64)}, "one query"),
-        ({"q": torch.zeros(1, 3, 1, 64)}, "q has 3 heads"),
-        ({"probes": torch.zeros(1, 2, 4)}, "probes is torch.float32"),
-        ({"probes": torch.zeros(1, 1, 4, dtype=torch.int32)}, "probes is torch.int32"),
-        ({"index": BucketIndex(torch.zeros(1, 2, 1).int(), torch.zeros(1, 2, 9).int())}, "index.offsets"),
-        ({"index": BucketIndex(torch.zeros(1, 2, 3).int(), torch.zeros(1, 2, 9))}, "index.order"),
-    ],
-)
-def test_refuses(change: dict, message: str) -> None:
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(1, 2, 1, 64),
-        "k": torch.zeros(1, 2, 20, 64),
-        "v": torch.zeros(1, 2, 20, 64),
-        "recent": 3,
-    }
-    arguments["index"] = BucketIndex(torch.zeros(1, 2, 5, dtype=torch.int32), torch.zeros(1, 2, 9, dtype=torch.int32))
-    arguments["probes"] = torch.zeros(1, 2, 4, dtype=torch.int32)
-    arguments |= change
-    q, k, v, index, probes = (arguments.pop(name) for name in ("q", "k", "v", "index", "probes"))
-    with pytest.raises(ValueError, match=message):
-        bucket_decode(q, k, v, index, probes, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"probes": [10]}, "probes: 10 to 10"),
-        ({"probes": [-2]}, "probes: -2"),
-        ({"kv_len": [41]}, "kv_len=\\[41\\]"),
-        ({"kv_start": [-1]}, "kv_start=\\[-1\\]"),
-        ({"recent": [-1]}, "recent=\\[-1\\]"),
-        ({"offsets": [0, 41]}, "index.offsets"),
-        ({"offsets": [5, 2]}, "index.offsets"),
-    ],
-)
-def test_reference_checks_values(change: dict, message: str) -> None:
-    q, k, v, index, probes = Case(1, 1, 1, 40, 64).inputs("cpu")
-    options: dict[str, Any] = {"recent": 3}
-    for name, values in change.items():
-        value = torch.tensor(values, dtype=torch.int32)
-        if name == "probes":
-            probes = value[None, None]
-        elif name == "offsets":
-            index = index._replace(offsets=value[None, None])
-        else:
-            options[name] = value
-    with pytest.raises(ValueError, match=message):
-        reference.bucket_decode(q, k, v, index, probes.clamp(max=0) if "offsets" in change else probes, **options)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Tests of `bucket_mass`: agreement with fp64, edge cases, operator."""
+"""Tests of `bucket_mass`: agreement with fp64, edge cases."""
 
 import itertools
 import math
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.bucket_mass import bucket_mass
-from msattn.kernels.bucket_mass import forward as module
 from msattn.kernels.bucket_mass.packing import pack_keys
 from msattn.kernels.testing import assert_within_budget, capped, dense_attention, random_qkv
 from msattn.kernels.types import Backend
@@ -209,40 +208,6 @@ def test_saturated_scores(backend: Backend, device: str) -> None:
     torch.testing.assert_close(got.mass, shares.expand_as(got.mass))
     torch.testing.assert_close(got.lse, torch.full_like(got.lse, 30 + math.log(60)))
     assert ((got.top_key >= 0) & (got.top_key < 60)).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, steady_device: str) -> None:
-    q, k, buckets = Case(1, 4, 2, 20, 70, 64).inputs(steady_device)
-    arguments = (q, k, buckets, None, None, 10, True, 0.1, 5.0, 3, backend)
-    options = {"num_buckets": 10, "causal": True, "backend": backend}
-    shared.assert_operator(module._operator, arguments, bucket_mass, q, k, buckets, **options)
-    shared.assert_no_gradient(bucket_mass, q, k, buckets, num_buckets=10, backend=backend)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_buckets": 0}, "num_buckets=0"),
-        ({"min_distance": -1}, "min_distance=-1"),
-        ({"scale": -1.0}, "scale=-1.0"),
-        ({"softcap": -1.0}, "softcap=-1.0"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-        ({"q": torch.zeros(1, 3, 5, 64)}, "q has 3 heads"),
-        ({"buckets": torch.zeros(1, 2, 20)}, "buckets is torch.float32"),
-        ({"buckets": torch.zeros(1, 1, 20, dtype=torch.int32)}, "buckets is torch.int32"),
-        ({"buckets": torch.full((1, 2, 20), 4, dtype=torch.int32)}, "buckets: 4 to 4"),
-        ({"q_pos": torch.zeros(6, dtype=torch.int32)}, "q_pos is torch.int32"),
-        ({"k_pos": torch.zeros(20)}, "k_pos is torch.float32"),
-    ],
-)
-def test_refuses(change: dict, message: str) -> None:
-    arguments = {"q": torch.zeros(1, 2, 5, 64), "k": torch.zeros(1, 2, 20, 64), "num_buckets": 4}
-    arguments["buckets"] = torch.zeros(1, 2, 20, dtype=torch.int32)
-    arguments |= change
-    q, k, buckets = (arguments.pop(name) for name in ("q", "k", "buckets"))
-    with pytest.raises(ValueError, match=message):
-        bucket_mass(q, k, buckets, **arguments)
 
 
 def test_kernel_excludes_bucket_numbers_out_of_range(device: str) -> None:

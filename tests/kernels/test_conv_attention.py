@@ -1,9 +1,9 @@
-"""Tests conv_attention: accuracy against fp64, gradients, edge cases, operator."""
+"""Tests conv_attention: accuracy against fp64, gradients, edge cases."""
 
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from msattn.kernels.common import score_products
 from msattn.kernels.conv_attention import band as conv_band
 from msattn.kernels.conv_attention import conv_attention
 from msattn.kernels.conv_attention import operation as module
-from msattn.kernels.testing import random_qkv, starts, visible
+from msattn.kernels.testing import random_qkv, starts
 from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import mixed_scores, shared
+from tests.kernels.mixed_scores import convolved_attention, random_convolution
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
@@ -27,44 +28,6 @@ def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds up interpreted kernels, whose time depends on the number of tiles."""
     if device == "cpu":
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
-
-
-def shifted(x: Tensor, up: int, right: int) -> Tensor:
-    """Returns ``x[..., i - up, j + right]``, 0 outside."""
-    padded = torch.nn.functional.pad(x, (max(-right, 0), max(right, 0), up, 0))
-    return padded[..., : x.shape[-2], max(right, 0) : max(right, 0) + x.shape[-1]]
-
-
-def convolved_scores(
-    q: Tensor, k: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype, mask: ConvMask
-) -> Tensor:
-    """Computes the convolved scores eagerly in ``dtype``, all in memory; -inf where they are masked.
-
-    ``weight`` is ``[Hq, c_q, c_k]``, or ``[N, Hq, c_q, c_k]`` with one for each query.
-    """
-    statistics = torch.promote_types(dtype, torch.float32)
-    q, k, weight = (x.to(dtype) for x in (q, k, weight))
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    counts = seen if mask == "query" else seen.any(-1, keepdim=True)
-    scores = torch.where(counts, (q @ k.mT).to(statistics) * scale, 0).to(dtype)
-    window, taps = weight.shape[-2:]
-    weight = weight.expand(q.shape[2], *weight.shape[-3:])
-    mixed = torch.zeros_like(scores, dtype=statistics)
-    for a, c in itertools.product(range(window), range(taps)):
-        up, right = window - 1 - a, c - (taps - 1) // 2
-        moved = shifted(scores, up, right)
-        if mask == "key":
-            moved = moved * shifted(seen, 0, right)
-        mixed = mixed + weight[:, :, a, c].T[..., None] * moved
-    return mixed.masked_fill(~seen, -torch.inf)
-
-
-def convolved_attention(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, seen: Tensor, scale: float, dtype: torch.dtype, mask: ConvMask = "query"
-) -> Tensor:
-    """Computes the definition eagerly in ``dtype``. Rows without visible keys are 0."""
-    scores = convolved_scores(q, k, weight, seen, scale, dtype, mask).masked_fill(~seen.any(-1, keepdim=True), 0)
-    return scores.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def with_gradients(
@@ -82,13 +45,10 @@ def with_gradients(
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
-def random_weight(heads: int, size: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
-    """Random kernels that preserve the magnitude of scores."""
-    return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
-
-
-def check(case: Case, size: tuple[int, int], mask: ConvMask, backend: Backend, device: str) -> None:
-    weight = random_weight(case.q_heads, size, case.dtype, device)
+def check(
+    case: Case, size: tuple[int, int], mask: ConvMask, backend: Backend, device: str, weight_dtype: torch.dtype | None = None
+) -> None:
+    weight = random_convolution(case.q_heads, size, weight_dtype or case.dtype, device)
     mixed = weight.abs().sum((1, 2)).max().item()
     operation, definition = (partial(f, mask=mask) for f in (conv_attention, with_gradients))
     mixed_scores.assert_agrees(operation, definition, case, weight, mixed, backend, device)
@@ -155,7 +115,7 @@ def output_query(i: int, _: int, key: int) -> bool:
 def test_masks_are_the_readings_of_the_paper(backend: Backend, device: str) -> None:
     """The two readings of the causal mask differ on normal inputs."""
     q, k, v = random_qkv(1, 2, 2, 14, head_size=16, device="cpu")
-    weight = random_weight(2, (4, 5), FULL, "cpu")
+    weight = random_convolution(2, (4, 5), FULL, "cpu")
     own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
     masks: tuple[ConvMask, ConvMask] = ("query", "key")
     for mask, want in zip(masks, (own, printed), strict=True):
@@ -182,7 +142,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
 def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
     """A small scratch forces processing by single heads and by a few rows."""
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
-    inputs, dout = (q, k, v, random_weight(2, (2, 2), HALF, device)), torch.randn_like(q)
+    inputs, dout = (q, k, v, random_convolution(2, (2, 2), HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(conv_attention, inputs, dout, backend)
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 1)
     monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
@@ -194,7 +154,7 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
 def test_later_tokens_have_no_influence(backend: Backend, mask: ConvMask, device: str) -> None:
     """The results of earlier queries are bitwise equal."""
     q, k, v = random_qkv(1, 1, 1, 40, head_size=16, dtype=HALF, device=device)
-    weight = random_weight(1, (3, 4), HALF, device)
+    weight = random_convolution(1, (3, 4), HALF, device)
     before = conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30]
     for x in (q, k, v):
         x[:, :, 30:] *= 3
@@ -207,67 +167,25 @@ def test_later_tokens_have_no_influence(backend: Backend, mask: ConvMask, device
     more=st.integers(0, 40),
     window=st.integers(1, 6),
     taps=st.integers(1, 11),
-    cut=st.integers(0, 59),
     mask=st.sampled_from(["query", "key"]),
 )
-def test_chunked_prefill_equals_one_pass(n: int, more: int, window: int, taps: int, cut: int, mask: ConvMask) -> None:
-    """A chunk with the c_q - 1 queries before it gives the same results as one pass."""
-    q, k, v = random_qkv(1, 2, 1, n, n + more, 16)
-    weight = random_weight(2, (window, taps), FULL, "cpu")
-    cut = cut % n
-    reach = max(cut - window + 1, 0)
-    whole = conv_attention(q, k, v, weight, mask=mask)[:, :, cut:]
-    chunk = conv_attention(q[:, :, reach:], k, v, weight, mask=mask)[:, :, cut - reach :]
-    torch.testing.assert_close(chunk, whole)
+def test_any_lengths(n: int, more: int, window: int, taps: int, mask: ConvMask) -> None:
+    check(Case(1, 2, 1, n, n + more, 16), (window, taps), mask, "torch", "cpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 1, 1, 30, head_size=16, dtype=HALF, device=device)
-    weight = random_weight(1, (2, 3), FULL, device).requires_grad_()
-    out = conv_attention(q, k, v, weight, backend=backend)
-    (dweight,) = torch.autograd.grad(out.float().sum(), weight)
-    assert dweight.dtype == FULL
-    exact = convolved_attention(q, k, v, weight.detach(), visible(1, 30, 30, True, None, device), 0.25, torch.float64)
-    torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
+    check(Case(1, 1, 1, 30, 30, 16, HALF), (2, 3), "query", backend, device, weight_dtype=FULL)
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:
-    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
+    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_convolution(2, (2, 2), FULL, device)
     mixed_scores.assert_accepts_misaligned_gradients(conv_attention, inputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_weight(2, (2, 2), FULL, device)
-    mixed_scores.assert_operator(module, conv_attention, inputs, backend, "query")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(2, 3, 3)}, r"weight.shape=\(2, 3, 3\)"),
-        ({"weight": torch.zeros(4, 33, 3)}, r"weight.shape=\(4, 33, 3\)"),
-        ({"weight": torch.zeros(4, 3)}, r"weight.shape=\(4, 3\)"),
-        ({"weight": torch.zeros(4, 3, 3, dtype=HALF)}, r"weight.dtype=torch.float16"),
-        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
-        ({"scale": -1.0}, r"scale=-1\.0"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-        ({"mask": "keys"}, "mask='keys'"),
-        ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
-    ],
-)
-def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
-    q, k, v = random_qkv(1, 4, 2, 20)
-    arguments: dict[str, Any] = {"weight": torch.ones(4, 3, 3)} | change
-    with pytest.raises(ValueError, match=message):
-        conv_attention(q, k, v, **arguments)
 
 
 def gpu_step(num_queries: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     q, k, v = random_qkv(1, 4, 2, num_queries, head_size=128, dtype=dtype, device="cuda")
-    return [q, k, v, random_weight(4, (6, 11), dtype, "cuda")], torch.randn_like(q)
+    return [q, k, v, random_convolution(4, (6, 11), dtype, "cuda")], torch.randn_like(q)
 
 
 @pytest.mark.gpu
@@ -290,7 +208,7 @@ def test_offsets_beyond_32_bits(long: str) -> None:
     num_queries, num_keys = (2**24 + 64, 32) if long == "queries" else (32, 2**24 + 64)
     q = torch.randn(1, 1, num_queries, 128, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(1, 1, num_keys, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    weight = random_weight(1, (2, 3), torch.bfloat16, "cuda")
+    weight = random_convolution(1, (2, 3), torch.bfloat16, "cuda")
     if long == "keys":
         k[:, :, :-64] = 0
         v[:, :, :-64] = 0

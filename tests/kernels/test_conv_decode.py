@@ -1,4 +1,4 @@
-"""Tests of `conv_decode`: agreement with fp64, edge cases, operator."""
+"""Tests of `conv_decode`: agreement with fp64, edge cases."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import conv_decode as module
-from msattn.kernels import reference
 from msattn.kernels.conv_decode import conv_decode
-from msattn.kernels.testing import assert_within_budget, random_qkv, starts
+from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
 from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import shared
+from tests.kernels.mixed_scores import convolved_attention, random_convolution
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -41,12 +40,11 @@ class Case(NamedTuple):
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns query window (0 before a sequence), cache and weights."""
-        window, taps = self.size
+        window, _ = self.size
         q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, window, self.num_keys, self.head_size, self.dtype, device)
         for b, (start, end) in enumerate(self.spans()):
             q[b, :, : max(window - max(end - start, 0), 0)] = 0
-        weight = torch.randn(self.q_heads, window, taps) / (window * taps) ** 0.5
-        return q, k, v, weight.to(device, self.dtype)
+        return q, k, v, random_convolution(self.q_heads, self.size, self.dtype, device)
 
     def options(self, device: str) -> dict[str, Any]:
         """Returns keyword arguments of the operation."""
@@ -55,25 +53,14 @@ class Case(NamedTuple):
 
 
 def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
-    """Computes the definition tap by tap, in eager PyTorch of ``dtype``."""
-    statistics = torch.promote_types(dtype, torch.float32)
-    q, k, v, weight = (x.to(dtype) for x in (q, k, v, weight))
-    out = torch.zeros_like(q[:, :, :1])
-    window, taps = case.size
-    group = case.q_heads // case.kv_heads
+    """Returns the last row of the definition of ``conv_attention``, of each sequence by itself."""
+    out = torch.zeros_like(q[:, :, :1], dtype=dtype)
     for b, (start, end) in enumerate(case.spans()):
-        if end <= start:
-            continue
-        keys, values = (x[b, :, start:end].repeat_interleave(group, 0) for x in (k, v))
-        scores = (q[b] @ keys.mT).to(statistics) * case.head_size**-0.5  # [Hq, c_q, m]
-        if case.mask == "query":
-            scores = scores.tril(end - start - window)
-        scores = scores.to(dtype)
-        scores = torch.nn.functional.pad(scores, ((taps - 1) // 2, taps - 1 - (taps - 1) // 2))
-        mixed = torch.zeros_like(scores[:, 0, : end - start], dtype=statistics)
-        for a, c in itertools.product(range(window), range(taps)):
-            mixed = mixed + weight[:, a, c, None] * scores[:, a, c : c + end - start]
-        out[b] = mixed.softmax(-1).to(dtype)[:, None] @ values
+        if end > start:
+            keys, values = (x[b : b + 1, :, start:end] for x in (k, v))
+            seen = visible(1, q.shape[2], end - start, True, None, q.device)
+            inputs = q[b : b + 1], keys, values, weight, seen
+            out[b] = convolved_attention(*inputs, case.head_size**-0.5, dtype, case.mask)[0, :, -1:]
     return out
 
 
@@ -129,7 +116,7 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
-    n=st.integers(1, 60),
+    n=st.integers(0, 60),
     window=st.integers(1, 6),
     taps=st.integers(1, 11),
     pad=st.integers(0, 9),
@@ -137,58 +124,18 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
     mask=st.sampled_from(["query", "key"]),
     backend=st.sampled_from(BACKENDS),
 )
-def test_is_the_last_row_of_conv_attention(
+def test_any_lengths(
     device: str, n: int, window: int, taps: int, pad: int, free: int, mask: ConvMask, backend: Backend
 ) -> None:
-    q, k, v = random_qkv(1, 2, 1, n, head_size=16, device=device)
-    weight = torch.randn(2, window, taps, device=device) / (window * taps) ** 0.5
-    want = reference.conv_attention(q, k, v, weight, mask=mask)
-    queries = torch.nn.functional.pad(q, (0, 0, max(window - n, 0), 0))[:, :, -window:]
-    k, v = (torch.nn.functional.pad(x, (0, 0, pad, free), value=float("nan")) for x in (k, v))
-    lengths: dict[str, Any] = {"kv_start": starts([pad], device), "kv_len": starts([pad + n], device)}
-    got = conv_decode(queries, k, v, weight, **lengths, mask=mask, backend=backend)
-    torch.testing.assert_close(got, want[:, :, -1:], rtol=1e-5, atol=1e-5)
+    num_keys = max(1, pad + n + free)
+    case = Case(1, 2, 1, num_keys, 16, (window, taps), FULL, (min(pad, num_keys),), (min(pad + n, num_keys),), mask=mask)
+    check(case, backend, device)
 
 
 @pytest.mark.slow
 def test_accepts_strided_views(device: str) -> None:
     q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
     shared.assert_strides_accepted(lambda k, v: conv_decode(q, k, v, weight, backend="triton"), device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    q, k, v, weight = Case(2, 4, 2, 40, 16, (2, 3)).inputs(device)
-    lengths = starts([40, 30], device)
-    arguments = (q, k, v, weight, None, lengths, 0.1, "query", 2, backend)
-    shared.assert_operator(module._operator, arguments, conv_decode, q, k, v, weight, kv_len=lengths, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_has_no_gradient(backend: Backend, device: str) -> None:
-    shared.assert_no_gradient(conv_decode, *Case(1, 2, 1, 20, 64, (2, 3)).inputs(device), backend=backend)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(4, 3, 3)}, r"q_window.shape=\(1, 4, 2, 64\): expected 3 queries"),
-        ({"weight": torch.zeros(3, 2, 3)}, r"weight.shape=\(3, 2, 3\)"),
-        ({"splits": 0}, "splits=0"),
-        ({"mask": "keys"}, "mask='keys'"),
-        ({"scale": 0.0}, r"scale=0\.0"),
-        ({"kv_len": torch.zeros(1)}, "kv_len is torch.float32"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-        ({"kv_len": torch.tensor([21], dtype=torch.int32)}, "kv_len=21"),
-        ({"kv_start": torch.tensor([-1], dtype=torch.int32)}, "kv_start=-1"),
-    ],
-)
-def test_refuses(change: dict[str, Any], message: str) -> None:
-    q, k, v = random_qkv(1, 4, 2, 2, 20)
-    arguments: dict[str, Any] = {"weight": torch.ones(4, 2, 3)} | change
-    with pytest.raises(ValueError, match=message):
-        conv_decode(q, k, v, **arguments)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,6 @@ from torch import Tensor
 from msattn.kernels import reference, testing
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
-from tests.kernels import shared
 from tests.kernels.shared import BACKENDS
 
 CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
@@ -137,39 +136,3 @@ def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> No
     arguments = random_arguments("one gate per query head", device, dtype)
     exact = reference.gate_scores(**pooled(doubled(arguments)))
     torch.testing.assert_close(gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    from msattn.kernels import gate_scores as module
-
-    a = pooled(random_arguments("padding", device))
-    given = [a[name] for name in ("q", "pooled_k", "query_weight", "key_weight", "inv_freq")]
-    arguments = (*given, "avg", 70, 16, a["kv_start"], a["q_rope"], a["mean_weight"], False, backend)
-    shared.assert_operator(module._operator, arguments, gate_scores, **a, backend=backend)
-    with pytest.raises(NotImplementedError, match="no gradient"):
-        gate_scores(**a | {"key_weight": a["key_weight"].requires_grad_()}, backend=backend).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q_pool": ["mean"]}, "q_pool="),
-        ({"query_weight": torch.zeros(3, 16, 16)}, "query_weight.shape="),
-        ({"query_weight": torch.zeros(4, 15, 16)}, "query_weight.shape="),
-        ({"query_weight": torch.zeros(4, 16, 16, dtype=torch.float16)}, "query_weight is"),
-        ({"key_weight": torch.zeros(4, 32, 16).mT}, "key_weight is"),
-        ({"inv_freq": torch.zeros(16)}, "inv_freq is"),
-        ({"block_size": 20}, "block_size=20"),
-        ({"kv_start": torch.zeros(3, dtype=torch.int32)}, "kv_start is"),
-        ({"num_keys": 90}, "pooled_k.shape="),
-        ({"pooled_k": torch.zeros(1, 2, 5, 8)}, "pooled_k.shape="),
-        ({"pooled_k": torch.zeros(1, 2, 5, 32, dtype=torch.float64)}, "pooled_k is"),
-        ({"q_rope": torch.zeros(1, 4, 70, 16)}, "key_weight is"),  # of the keys' poolings, the last one would be its
-        ({"mean_weight": 0.5}, "mean_weight=0.5"),
-        ({"q_rope": torch.zeros(1, 4, 70, 8)}, "q_rope is"),
-    ],
-)
-def test_refuses(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        gate_scores(**pooled(random_arguments("one gate per query head", "cpu")) | change)

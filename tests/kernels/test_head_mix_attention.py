@@ -1,7 +1,6 @@
 """Tests head_mix_attention: accuracy against fp64, gradients, edge cases."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from msattn.kernels.common import score_products
 from msattn.kernels.head_mix_attention import head_mix_attention
 from msattn.kernels.head_mix_attention import operation as module
 from msattn.kernels.head_mix_attention import scores as head_mix_scores
-from msattn.kernels.testing import random_qkv, visible
+from msattn.kernels.testing import random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import mixed_scores, shared
 from tests.kernels.problems import Case, full_product
@@ -43,8 +42,8 @@ def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
     return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
 
 
-def check(case: Case, backend: Backend, device: str) -> None:
-    weight = random_weight(case.q_heads, case.dtype, device)
+def check(case: Case, backend: Backend, device: str, weight_dtype: torch.dtype | None = None) -> None:
+    weight = random_weight(case.q_heads, weight_dtype or case.dtype, device)
     mixed = weight.abs().sum(0).max().item()
     mix_tile = head_mix_scores.mix_backward_tile(case.q_heads)
     pairs = mix_tile.rows * mix_tile.keys
@@ -96,25 +95,14 @@ def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatc
 
 
 @settings(max_examples=10, deadline=None)
-@given(n=st.integers(1, 40), cut=st.integers(0, 39), backend=st.sampled_from(BACKENDS))
-def test_chunked_prefill_equals_one_pass(device: str, n: int, cut: int, backend: Backend) -> None:
-    q, k, v = random_qkv(1, 2, 2, n, head_size=8, device=device)
-    weight, cut = random_weight(2, FULL, device), cut % n
-    whole, chunk = (head_mix_attention(x, k, v, weight, backend=backend) for x in (q, q[:, :, cut:]))
-    torch.testing.assert_close(chunk, whole[:, :, cut:])
+@given(n=st.integers(1, 40), more=st.integers(0, 40))
+def test_any_lengths(n: int, more: int) -> None:
+    check(Case(1, 2, 2, n, n + more, 8), "torch", "cpu")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 1, 30, head_size=16, dtype=HALF, device=device)
-    weight = random_weight(2, FULL, device).requires_grad_()
-    out = head_mix_attention(q, k, v, weight, backend=backend)
-    (dweight,) = torch.autograd.grad(out.float().sum(), weight)
-    assert dweight.dtype == FULL
-    seen = visible(1, 30, 30, True, None, device)
-    exact, *_, dweight_exact = mixed_attention((q, k, v, weight), seen, torch.ones_like(out), torch.float64)
-    torch.testing.assert_close(out.detach(), exact.to(HALF), rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(dweight, dweight_exact.sum(0).float(), rtol=2e-2, atol=2e-2)
+    check(Case(1, 2, 1, 30, 30, 16, HALF), backend, device, weight_dtype=FULL)
 
 
 def test_scores_beyond_half_precision(device: str) -> None:
@@ -130,32 +118,6 @@ def test_scores_beyond_half_precision(device: str) -> None:
 def test_accepts_misaligned_output_gradients(device: str) -> None:
     inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)
     mixed_scores.assert_accepts_misaligned_gradients(head_mix_attention, inputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    inputs = *random_qkv(1, 4, 2, 20, head_size=16, device=device), random_weight(4, FULL, device)
-    mixed_scores.assert_operator(module, head_mix_attention, inputs, backend)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"weight": torch.zeros(2, 2)}, r"weight.shape=\(2, 2\)"),
-        ({"weight": torch.zeros(4, 4, 1)}, r"weight.shape=\(4, 4, 1\)"),
-        ({"weight": torch.zeros(4, 4, dtype=HALF)}, r"weight.dtype=torch.float16"),
-        ({"kv_start": torch.zeros(2, dtype=torch.int32)}, "kv_start"),
-        ({"scale": -1.0}, r"scale=-1\.0"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-        ({"kv_start": torch.tensor([21], dtype=torch.int32)}, r"kv_start=\[21\]"),
-    ],
-)
-def test_rejects_bad_arguments(change: dict[str, Any], message: str) -> None:
-    q, k, v = random_qkv(1, 4, 2, 20)
-    arguments: dict[str, Any] = {"weight": torch.ones(4, 4)} | change
-    with pytest.raises(ValueError, match=message):
-        head_mix_attention(q, k, v, **arguments)
 
 
 def test_rejects_more_heads_than_the_kernels_support(device: str) -> None:

@@ -8,11 +8,8 @@ from torch import Tensor
 
 from msattn.kernels.multiscale_attention import multiscale_attention, zoom_of_mask
 from msattn.kernels.testing import random_qkv
-from msattn.kernels.types import Backend
-from tests.kernels import shared
 from tests.kernels.block_maps import MULTISCALE, check, random_zoom
 from tests.kernels.problems import Case, full_product
-from tests.kernels.shared import BACKENDS
 
 
 @pytest.mark.slow
@@ -38,19 +35,6 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
         check(MULTISCALE, case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda", softcap=next(limits))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 2, 200, head_size=16, device=device)
-    zoom = torch.zeros(1, 2, 4, 4, dtype=torch.uint8, device=device)
-    zoom[:, 0, :, 0] = 1
-    zoom[:, 1, :, 0] = zoom[:, :, 2, 1] = 8
-    want = multiscale_attention(q, k, v, zoom, backend=backend)
-    k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")  # above the diagonal or not selected
-    got = multiscale_attention(q, k, v, zoom, backend=backend)
-    shared.assert_same(got, want)
-
-
 def test_masks_of_the_paper_are_zooms() -> None:
     mask = torch.tensor([[1.0, 0.5], [0.25, 0.125], [0.0, 1.0]])
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -59,18 +43,6 @@ def test_masks_of_the_paper_are_zooms() -> None:
     assert zoom_of_mask(torch.tensor([True, False])).tolist() == [1, 0]
     with pytest.raises(ValueError, match=r"mask has the values \[0.0, 2.0\]: expected \[0.0, 0.125"):
         zoom_of_mask(torch.tensor([2, 0]))
-
-
-@pytest.mark.parametrize(
-    ("zoom", "message"),
-    [
-        (torch.ones(1, 2, 1, 1, dtype=torch.bool), "zoom is torch.bool"),
-        (torch.full((1, 2, 1, 1), 3, dtype=torch.uint8), "zoom holds 3: expected 0 .skip., 1, 2, 4 or 8"),
-    ],
-)
-def test_rejects_other_maps(zoom: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        multiscale_attention(*random_qkv(1, 4, 2, 20), zoom)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import torch
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.testing import assert_within_budget, random_qkv
 from msattn.kernels.types import Backend
-from tests.kernels import shared
 from tests.kernels.shared import BACKENDS
 
 NAMES: list[str] = ["avg", "max", "min"]
@@ -67,35 +66,3 @@ def test_accepts_strided_views(device: str) -> None:
     x = torch.randn(16, 3, 40, 2, device=device).permute(3, 1, 2, 0)
     got = pool_blocks(x, NAMES, block_size=16, backend="triton")
     torch.testing.assert_close(got, pool_blocks(x.contiguous(), NAMES, block_size=16, backend="torch"))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_operator(backend: Backend, device: str) -> None:
-    from msattn.kernels import pool_blocks as module
-
-    x, start = torch.randn(2, 3, 40, 16, device=device), torch.tensor([0, 7], dtype=torch.int32, device=device)
-    arguments, options = (x, "max,avg", 16, start, None, backend), {"block_size": 16, "start": start, "backend": backend}
-    shared.assert_operator(module._operator, arguments, pool_blocks, x, ["max", "avg"], **options)
-    shared.assert_no_gradient(pool_blocks, x, ["avg"], block_size=16, backend=backend)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"x": torch.zeros(2, 40, 16)}, "x.shape="),
-        ({"x": torch.zeros(2, 1, 40, 12)}, "head size 12"),
-        ({"x": torch.zeros(2, 1, 40, 16, dtype=torch.int32)}, "x.dtype="),
-        ({"poolings": []}, "poolings="),
-        ({"poolings": ["avg", "avg"]}, "poolings="),
-        ({"poolings": ["mean"]}, "poolings="),
-        ({"block_size": 20}, "block_size=20"),
-        ({"start": torch.zeros(3, dtype=torch.int32)}, "start is"),
-        ({"start": torch.zeros(2)}, "start is"),
-        ({"rotated": torch.zeros(2, 1, 39, 16)}, "rotated is"),
-        ({"start": torch.tensor([0, 41])}, "start="),
-    ],
-)
-def test_refuses(change: dict, message: str) -> None:
-    arguments = {"x": torch.zeros(2, 1, 40, 16), "poolings": ["avg"], "block_size": 16, **change}
-    with pytest.raises(ValueError, match=message):
-        pool_blocks(**arguments, backend="torch")

@@ -79,31 +79,3 @@ def test_tokens_of_one_slot(backend: Backend, device: str) -> None:
     assert not keys.any()
     assert not values.any()
     assert not buckets.any()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": torch.zeros(2, 3)}, "k is torch.float32 \\(2, 3\\)"),
-        ({"v": torch.zeros(2, 4, 16)}, "v is"),
-        ({"v": torch.zeros(2, 3, 16).half()}, "v is torch.float16"),
-        ({"keys": torch.zeros(5, 8, 1, 16)}, "keys is"),
-        ({"values": torch.zeros(5, 9, 2, 16)}, "values is"),
-        ({"values": torch.zeros(5, 8, 2, 16).double()}, "values is torch.float64"),
-        ({"pages": torch.zeros(3).int()}, "pages is torch.int32"),
-        ({"offsets": torch.zeros(4, dtype=LONG)}, "offsets is torch.int64 \\(4,\\)"),
-        ({"ids": None}, "ids and buckets: expected both or neither"),
-        ({"ids": torch.zeros(2, 3)}, "ids is torch.float32"),
-        ({"buckets": torch.zeros(5, 8, 2, dtype=torch.int32)}, "buckets is torch.int32"),
-        ({"buckets": torch.zeros(5, 8, 2, dtype=torch.int16, device="meta")}, "buckets.device=meta"),
-        ({"backend": "cuda"}, "backend='cuda'"),
-    ],
-)
-def test_refuses(change: dict, message: str) -> None:
-    cache, new = torch.zeros(5, 8, 2, 16), torch.zeros(2, 3, 16)
-    slots = torch.zeros(3, dtype=LONG)
-    arguments = {"k": new, "v": new, "keys": cache, "values": cache.clone(), "pages": slots, "offsets": slots}
-    arguments |= {"ids": slots.expand(2, 3), "buckets": torch.zeros(5, 8, 2, dtype=torch.int16)}
-    write_pages(**arguments)
-    with pytest.raises(ValueError, match=message):
-        write_pages(**arguments | change)
