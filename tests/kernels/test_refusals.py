@@ -129,8 +129,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"kv_start": starts([-1, 0])}, r"kv_start=\[-1, 0\]"),
         ({"recent": starts([-1, 0])}, r"recent=\[-1, 0\]"),
         *(
-            ({"index": BucketIndex(torch.tensor(x).int().expand(2, 2, -1), zeros(2, 2, 70).int())}, "offsets|probes: -1 to 9")
-            for x in ([0, 71], [5, 2])
+            (
+                {"index": BucketIndex(offsets.expand(2, 2, -1), zeros(2, 2, 70).int()), "probes": zeros(2, 2, 1).int()},
+                "index.offsets",
+            )
+            for offsets in torch.tensor([[0, 71], [5, 2]], dtype=INT)
         ),
     ],
     "paged_bucket_decode": [
