@@ -69,8 +69,10 @@ def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bo
     return UserError(f"{facts}; resume=true continues the run" if resumes else facts)
 
 
-def disk_error(error: OSError, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
-    """Returns a one-line error for an OSError of a full or failing disk or of standard output; None for others."""
+def disk_error(error: Exception, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
+    """Returns a one-line error for an OSError of a full or failing disk or of standard output; None for other errors."""
+    if not isinstance(error, OSError):
+        return None
     if (found := output_error()) is not None:
         return found
     path = Path(error.filename) if isinstance(error.filename, str) else folder

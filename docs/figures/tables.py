@@ -51,10 +51,13 @@ RATIO = ("ratio_to_dense", "ratio_low", "ratio_high")
 SCORE = ("score", "interval_low", "interval_high")
 
 
-def by_sparsity(form: str, *numbers: str, sparsities: tuple[str, ...] = SPARSITIES) -> list[Cell]:
-    """Returns a column for each sparsity."""
-    heads = [f"{100 * float(x):.0f} %" + " sparse" * (x == sparsities[0]) for x in sparsities]
-    return [Cell(head, form, *numbers, setting=f"sparsity {x}") for head, x in zip(heads, sparsities, strict=True)]
+def by_sparsity(
+    form: str, *numbers: str, head: str = "{}", sparsities: tuple[str, ...] = SPARSITIES, **where: str
+) -> list[Cell]:
+    """Returns a column for each sparsity, which stands for ``{}`` in its head."""
+    shown = [f"{100 * float(x):.0f} %" + " sparse" * (head == "{}" and x == sparsities[0]) for x in sparsities]
+    settings = [f"sparsity {x}" for x in sparsities]
+    return [Cell(head.format(text), form, *numbers, setting=x, **where) for text, x in zip(shown, settings, strict=True)]
 
 
 def with_read(head: str, form: str, *numbers: str, **where: str) -> list[Cell]:
@@ -92,7 +95,8 @@ NEEDLE_BLOCKS += [("mean pooling", "0.9"), ("A-shape", "0.9")]
 TURNS = (8192, 24576, 57344, 122880)
 SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
-AT_80_AND_90 = {"80 %": "sparsity 0.8", "90 %": "sparsity 0.9"}
+AT_80_AND_90 = ("0.8", "0.9")
+SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
 IN_SHORT = {
     title: {"method": method} for method, title in COMPARED_TITLES.items() if method not in ("flexprefill", "flashprefill")
 }
@@ -225,15 +229,9 @@ TABLES = {
         "blocks chosen by",
         IN_SHORT,
         [
-            *(
-                Cell(f"{int(x):,} tokens, {share} (%)", ".1%", "score", length=x, setting=setting)
-                for x in ("4096", "8192")
-                for share, setting in AT_80_AND_90.items()
-            ),
-            *(
-                Cell(f"read at {share} (%)", ".1%", "selectivity", length="8192", setting=x)
-                for share, x in AT_80_AND_90.items()
-            ),
+            *by_sparsity(".1%", "score", head="4,096 tokens, {} (%)", sparsities=AT_80_AND_90, length="4096"),
+            *by_sparsity(".1%", "score", head="8,192 tokens, {} (%)", sparsities=AT_80_AND_90, length="8192"),
+            *by_sparsity(".1%", "selectivity", head="read at {} (%)", sparsities=AT_80_AND_90, length="8192"),
         ],
         **SMOLLM2,
     ),
@@ -247,26 +245,16 @@ TABLES = {
         }
         | {title: {"method": method} for method, title in COMPARED_TITLES.items()},
         [
-            *(
-                Cell(
-                    f"perplexity over dense, {int(x):,} tokens, {share}",
-                    ".3f",
-                    "ratio_to_dense",
-                    task="perplexity",
-                    length=x,
-                    setting=setting,
-                )
-                for x in ("8192", "32768")
-                for share, setting in (("50 %", "sparsity 0.5"), *AT_80_AND_90.items())
-                if (x, share) != ("32768", "50 %")
+            *by_sparsity(
+                ".3f", "ratio_to_dense", head="perplexity over dense, 8,192 tokens, {}", sparsities=SPARSITIES[:3], **SHORT
             ),
-            *(
-                Cell(f"RULER, 8,192 tokens, {share} (%)", ".1%", "score", task="ruler", length="8192", setting=x)
-                for share, x in AT_80_AND_90.items()
+            *by_sparsity(
+                ".3f", "ratio_to_dense", head="perplexity over dense, 32,768 tokens, {}", sparsities=AT_80_AND_90, **LONG
             ),
-            Cell(
-                "read at 80 %, 8,192 tokens (%)", ".1%", "selectivity", task="perplexity", length="8192", setting="sparsity 0.8"
+            *by_sparsity(
+                ".1%", "score", head="RULER, 8,192 tokens, {} (%)", sparsities=AT_80_AND_90, task="ruler", length="8192"
             ),
+            *by_sparsity(".1%", "selectivity", head="read at {}, 8,192 tokens (%)", sparsities=("0.8",), **SHORT),
         ],
         model="gemma3_270m",
     ),

@@ -20,7 +20,7 @@ METHODS = {"gate": "gate", "kmeans": "k-means", "qmodel": "classifier", "decode_
 PLACEHOLDER = "path/or/hub-id"  # in the example for an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # includes the block maps of several methods
-FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n(.*)", re.DOTALL)
+FRONT_MATTER = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
 
 
 @dataclass(frozen=True)

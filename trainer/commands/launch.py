@@ -78,7 +78,7 @@ def _errors_in_one_line(command: str, started: list[str]) -> Iterator[None]:
     except (UserError, HydraException):
         raise
     except (OSError, ValueError, AssertionError) as error:
-        found = _disk_error(error, command, Path(COMMANDS[command].schema.outputs))
+        found = disk_error(error, Path(COMMANDS[command].schema.outputs), resumes=COMMANDS[command].resumes)
         if found is None and started:
             raise
         raise found or UserError(f"hydra.*: a setting of Hydra's own is refused ({first_line(error)})") from error
@@ -150,25 +150,22 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any], started: l
     from msattn.trainer.training.distributed import fail_together
 
     started.append(command)
-    cfg = typed(config, COMMANDS[command].schema)
+    called = COMMANDS[command]
+    cfg = typed(config, called.schema)
     try:
         with activity(command), fail_together(), raised(), ExitStack() as stack:
-            for name in COMMANDS[command].written(cfg):
+            for name in called.written(cfg):
                 stack.enter_context(locked(cfg.folder / name))
-            return COMMANDS[command].run(cfg, arguments)
+            return called.run(cfg, arguments)
     except (UserError, Fault) as error:
         return error
     except TrainingDiverged as error:
         return UserError(str(error))
     except (MemoryError, RuntimeError, OSError) as error:
-        found = _disk_error(error, command, cfg.folder) or _shortage(error, COMMANDS[command].sizes)
+        found = disk_error(error, cfg.folder, resumes=called.resumes) or _shortage(error, called.sizes)
         if found is None:
             raise
         return found
-
-
-def _disk_error(error: Exception, command: str, folder: Path) -> UserError | Fault | None:
-    return disk_error(error, folder, resumes=COMMANDS[command].resumes) if isinstance(error, OSError) else None
 
 
 def _shortage(error: Exception, sizes: str) -> UserError | None:

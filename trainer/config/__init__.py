@@ -16,7 +16,6 @@ from msattn.trainer.config.commands import (
     GenerateConfig,
     JobConfig,
     NamedConfig,
-    ReadOptions,
     RunConfig,
     ServeConfig,
     TrainGateConfig,
@@ -36,14 +35,12 @@ from msattn.trainer.config.evaluate import (
     NeedleConfig,
     PerplexityConfig,
     RecallConfig,
-    RulerConfig,
     ThroughputConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import BASELINES, POLICIES, SCORES, SelectConfig
 from msattn.trainer.config.train import (
     LOSSES,
-    POOLINGS,
     FinetuneTrainConfig,
     GateConfig,
     KMeansConfig,

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from msattn.trainer import models
+from msattn.trainer.commands.answers import common_prefix
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError, first_line, run_program
@@ -140,13 +141,8 @@ def _gap(logits: Tensor) -> float:
 
 def _compared(found: Answers, dense: Answers) -> dict[str, Any]:
     """Returns how many tokens of each answer equal dense attention's, and the ``gap`` at the first that differs, if known."""
-    equal = [_leading(*pair) for pair in zip(found.tokens, dense.tokens, strict=True)]
+    equal = [common_prefix(*pair) for pair in zip(found.tokens, dense.tokens, strict=True)]
     return {"equal": equal, "gap": dense.gaps[equal[0]] if dense.gaps and equal[0] < len(dense.gaps) else None}
-
-
-def _leading(answer: list[int], other: list[int]) -> int:
-    differing = (i for i, (a, b) in enumerate(zip(answer, other, strict=True)) if a != b)
-    return next(differing, len(answer))
 
 
 def main() -> None:

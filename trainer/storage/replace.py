@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,13 +150,8 @@ def _exchange(new: Path, folder: Path, old: Path) -> None:
 
 def _rename_exchange(a: Path, b: Path) -> bool:
     """Exchanges two folders atomically (renameat2); returns False if the system does not support this."""
-    rename = _renameat2()
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
-@cache
-def _renameat2() -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), "renameat2", None)
 
 
 def sync_tree(folder: Path) -> None:
