@@ -119,7 +119,7 @@ def test_a_run_writes_its_configuration(msattn: Run, here: Path, job: list) -> N
 
 
 def test_config_dir_adds_options(msattn: Run, here: Path, job: list) -> None:
-    folder = here / "it's ${oc.env:HOME}"
+    folder = here / r"it's a\b ${oc.env:HOME}"
     (folder / "gate").mkdir(parents=True)
     (folder / "gate" / "wide.yaml").write_text("defaults: [default, _self_]\nhidden: 256\n")
     code, _, err = msattn("train-gate", "--config-dir", str(folder), "gate=wide")

@@ -88,7 +88,7 @@ def table(rows: Sequence[BenchRow], width: int) -> Table:
     return filled(heading, columns, TEXT_COLUMNS, [row.length for row in timed], ours, sections=True)
 
 
-def figure(rows: Sequence[BenchRow], notes: Sequence[str] = ()) -> "Figure":
+def figure(rows: Sequence[BenchRow], notes: Sequence[str]) -> "Figure":
     """Plots time and share of peak by length, one line per variant and setting."""
     from msattn.trainer.evaluate.report.style import log_ticks, subplots
 

@@ -80,8 +80,14 @@ def with_search_path(overrides: Sequence[str], config_dir: Path | None) -> list[
     with refused(f"--config-dir {shown(config_dir)}"):
         if not os.path.isdir(config_dir):
             raise UserError(f"--config-dir {shown(config_dir)}: no such folder")
-    path = str(config_dir.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return [*overrides, f"hydra.searchpath=['file://{path}']"]
+    return [*overrides, f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"]
+
+
+def quoted(text: str) -> str:
+    """Returns ``text`` as a quoted string of Hydra's override grammar."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 @contextmanager

@@ -22,14 +22,14 @@ CACHE_BYTES = 2  # bytes per number in the KV cache, fp16 or bf16
 Row = tuple[str, str]
 
 
-def doctor_model(model: str, outputs: str = "outputs") -> list[Row]:
+def doctor_model(model: str) -> list[Row]:
     """Prints a table about a model (an option of the group, a folder or a Hub id) from its configuration; returns its rows."""
     from msattn.trainer.models.loading import read_config
 
     with activity(f"doctor {model}"):
         cfg: Any = compose("generate", own_overrides(model, None))
         config = read_config(cfg.model)
-        rows = list(_rows(cfg, config, Path(outputs)))
+        rows = list(_rows(cfg, config))
     table = Table(title=f"msattn doctor: {cfg.model.name}", title_justify="left", show_header=False)
     for _ in range(2):
         table.add_column(overflow="fold")
@@ -39,7 +39,7 @@ def doctor_model(model: str, outputs: str = "outputs") -> list[Row]:
     return rows
 
 
-def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> Iterator[Row]:
+def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig") -> Iterator[Row]:
     from msattn.trainer import models
 
     layers, heads, kv_heads, size = (
@@ -62,8 +62,8 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> I
     yield "sparse", f"{which}: prompts with gates or training-free scores, new tokens with buckets"
     yield "dense", "\n".join(_dense(cfg, config, served))
     yield from _break_even(cfg, key_bytes, length)
-    own, others = _artifacts(cfg, config, outputs)
-    yield "artifacts", "\n".join([*own, *others]) or f"none in {outputs}"
+    own, others = _artifacts(cfg, config)
+    yield "artifacts", "\n".join([*own, *others]) or f"none in {cfg.outputs}"
     yield "next", "\n".join(_next(cfg, trained=bool(own)))
 
 
@@ -123,14 +123,14 @@ def _tokens(tokens: int, longest: int) -> str:
     return f"{tokens:,} tokens" if tokens <= longest else "beyond the context"
 
 
-def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig", outputs: Path) -> tuple[list[str], list[str]]:
+def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig") -> tuple[list[str], list[str]]:
     """Returns the artifacts that commands find for this model, including shipped ones, and others with its configuration."""
     from msattn.trainer import artifacts
     from msattn.trainer.artifacts.manifest import SHAPE_FIELDS, read_manifest
     from msattn.trainer.models.identity import config_fingerprint
 
     own, others, expected = list[str](), list[str](), config_fingerprint(config)
-    for run in sorted(outputs.glob("*/*")):
+    for run in sorted(Path(cfg.outputs).glob("*/*")):
         for kind, folder in artifacts.artifacts_of_run(run).items():
             try:
                 made_for = read_manifest(folder, folder)["model"]

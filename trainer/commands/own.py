@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msattn.trainer.commands.compose import quoted
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.config.text_files import is_unicode, read_text, refused, text_files
@@ -136,7 +137,4 @@ def _positions(model: str) -> Any:
 
 def _quoted(value: str) -> str:
     """Returns ``value`` as a quoted string of Hydra's override grammar, in which it is no interpolation."""
-    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    # A backslash is only special before a quote.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), plain)
-    return f"'{escaped}'"
+    return quoted(re.sub(r"(\\*)\$\{", r"\1\1\\${", value))
