@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
 Rows = list[dict[str, str]]
+Points = tuple[list[float], list[float]]
 NAMES = {method: tables.TITLES[method] for method in ("quest", "vertical_slash", "a_shape", "mean_pool")}
 
 
@@ -41,7 +42,7 @@ THEMES = {
 }
 
 
-def series(rows: Rows, x: str, y: str, **where: str) -> tuple[list[float], list[float]]:
+def series(rows: Rows, x: str, y: str, **where: str) -> Points:
     """Columns ``x`` and ``y`` of the rows whose columns equal ``where``, ordered by ``x``."""
     points = sorted((float(row[x]), float(row[y])) for row in rows if all(row[key] == value for key, value in where.items()))
     return [point[0] for point in points], [point[1] for point in points]
@@ -81,8 +82,8 @@ def draw_quality(axes: Axes, theme: Theme) -> None:
     lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True)]
     lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
     for method, name, color, style, width in lines:
-        x, y = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
-        axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3, label=name)
+        points = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
+        draw_line(axes, points, color, name, style, width)
     axes.axhline(1, color=theme.grid, linewidth=1)
     axes.set(title="Perplexity over dense", ylabel="ratio")
     share_ticks(axes)
@@ -125,16 +126,16 @@ def answers_found(axes: Axes, theme: Theme, part: str, ticks: tuple[float, ...])
     axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def draw_line(axes: Axes, points: tuple[list[float], list[float]], color: str, label: str, style: str = "--") -> None:
-    """One method without training."""
-    axes.plot(*points, style, color=color, linewidth=1.2, marker="o", markersize=3, label=label)
+def draw_line(axes: Axes, points: Points, color: str, label: str | None, style: str = "--", width: float = 1.2) -> None:
+    """One line, by default as for a method without training."""
+    axes.plot(*points, style, color=color, linewidth=width, marker="o", markersize=3, label=label)
 
 
 def draw_seeds(axes: Axes, theme: Theme, rows: Rows, method: str, label: str, **where: str) -> None:
     """One line for the artifacts of each seed."""
     for seed in ("0", "1", "2"):
-        x, y = series(rows, "selectivity", "score", method=method, seed=seed, **where)
-        axes.plot(x, y, color=theme.ours, linewidth=1.5, marker="o", markersize=3, label=label if seed == "0" else None)
+        points = series(rows, "selectivity", "score", method=method, seed=seed, **where)
+        draw_line(axes, points, theme.ours, label if seed == "0" else None, "-", 1.5)
 
 
 def draw_dense(axes: Axes, theme: Theme, rows: Rows) -> None:
@@ -147,7 +148,7 @@ def by_length(
 ) -> list[float]:
     """One line of scores, named at its last point, ``shift`` points above it; returns the lengths."""
     x, y = series(rows, "length", "score", **where)
-    axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3)
+    draw_line(axes, (x, y), color, None, style, width)
     axes.annotate(text, (x[-1], y[-1]), (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
     return x
 
