@@ -55,6 +55,13 @@ def _seeds() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is also the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _unmeasured_device() -> Iterator[None]:
     """Attached models are sparse at every length, as on a device whose break-even lengths were not measured."""

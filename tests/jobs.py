@@ -5,7 +5,6 @@ import os
 import runpy
 import socket
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver
@@ -15,6 +14,8 @@ from unittest.mock import patch
 
 import psutil
 import torch
+
+from tests.running import wait_until
 
 ROOT = Path(__file__).parents[1]
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -90,28 +91,22 @@ class Job:
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        while self.poll() is None:
-            time.sleep(0.005)
+        wait_until(lambda: self.poll() is not None)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Waits until ``condition()`` is true; fails if the job ends before."""
-        deadline = time.monotonic() + TIMEOUT
-        while not condition():
-            assert self.poll() is None, f"the job ended too early: {self.err.read_text()}"
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the condition is false after {TIMEOUT} seconds: {self.err.read_text()}")
-            time.sleep(0.005)
+        self._wait_until(lambda: condition() or self.poll() is not None)
+        assert self.poll() is None or condition(), f"the job ended too early: {self.err.read_text()}"
 
     def wait(self) -> int:
         """Waits until the job has ended and returns its exit code."""
-        deadline = time.monotonic() + TIMEOUT
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the job runs after {TIMEOUT} seconds: {self.err.read_text()}")
-            time.sleep(0.005)
-        return code
+        self._wait_until(lambda: self.poll() is not None)
+        return self.poll() or 0
+
+    def _wait_until(self, condition: Callable[[], object]) -> None:
+        if not wait_until(condition, TIMEOUT):
+            self.kill()
+            raise AssertionError(f"the job runs after {TIMEOUT} seconds: {self.err.read_text()}")
 
     def output(self) -> str:
         """Waits until the job has ended, checks its exit code and returns its stdout."""

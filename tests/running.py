@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def succeed(*arguments: str) -> None:
     assert exit_code(*arguments) == 0
 
 
-def write_texts(functions: int) -> None:
+def write_texts(functions: int = 1000) -> None:
     """Writes ``text.txt`` and ``heldout.txt``, different code of that many functions, into the working directory."""
     Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(functions)))
     Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(functions)))
@@ -62,5 +64,11 @@ SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num
 SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
 
 
-def text(words: int, word: str = "word") -> str:
-    return " ".join(f"{word}{i % 97}" for i in range(words))
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Returns True as soon as ``condition()`` is true, or False after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -85,10 +85,9 @@ def test_a_baseline_is_named_by_its_scores(model: Any, scores: str) -> None:
     assert torch.equal(logits(model, ids, select=msattn.SelectConfig(scores=scores), sparsity=0.5), expected)
 
 
-def test_a_router_without_training_is_named(embedded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_without_training_is_named(embedded: Any, here: Path) -> None:
     """A str that is a name is no folder; the presets of large models serve it."""
-    shutil.copytree(SHIPPED / "kmeans", tmp_path / "quest")
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SHIPPED / "kmeans", here / "quest")
     for qmodel, kind in (("quest", untrained_router("quest")), ("./quest", KMeans), (Path("quest"), KMeans)):
         with msattn.attach(embedded, qmodel=qmodel) as sparse:
             assert sparse.dispatch.routed is not None

@@ -1,6 +1,5 @@
 """User errors through the command line: exit code 2, one line that names the error, and no file is changed."""
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.running import SMALL, SMALL_EVAL, exit_code, text
+from msattn.trainer.storage.hashes import folder_hashes
+from tests.adversary.commands import COMMANDS
+from tests.running import SMALL, SMALL_EVAL, exit_code, succeed, write_texts
 
 
-def file_hashes(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of every file below a folder."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def kept(folder: Path) -> dict[str, str]:
+    """Returns the hashes of artifacts and texts below a folder."""
+    return {name: digest for name, digest in folder_hashes(folder).items() if "/runs/" not in name}
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +23,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        (folder / "text.txt").write_text(text(4000))
-        (folder / "heldout.txt").write_text(text(4000, "term"))
-        common = [*SMALL, "data.heldout_path=heldout.txt"]
-        assert exit_code("train-gate", *common, "train.steps=1", "train.batch_size=1") == 0
-        assert exit_code("fit-kmeans", *common, "kmeans.num_buckets=4", "kmeans.num_prompts=2") == 0
-        training = [
-            "train.steps=2",
-            "qmodel.num_prompts=2",
-            "qmodel.long_range=8",
-            "qmodel.hidden=16",
-            "qmodel.batch_queries=8",
-        ]
-        assert exit_code("train-qmodel", *common, *training) == 0
+        write_texts()
+        for command in ("train-gate", "fit-kmeans", "train-qmodel"):
+            succeed(*COMMANDS[command])
     return folder
 
 
@@ -52,14 +42,14 @@ def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns its message."""
 
     def check(*arguments: str) -> str:
-        before = {name: digest for name, digest in file_hashes(here).items() if "/runs/" not in name}
+        before = kept(here)
         capsys.readouterr()
         code = exit_code(*arguments)
         error = capsys.readouterr().err
         lines = [line for line in error.splitlines() if line.startswith("msattn: ")]
         assert (code, len(lines)) == (2, 1), error
         assert "Traceback" not in error
-        assert {name: digest for name, digest in file_hashes(here).items() if "/runs/" not in name} == before
+        assert kept(here) == before
         return lines[0]
 
     return check
@@ -92,7 +82,7 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
         (["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: expected gate"),
         (["generate", *SMALL, "name=none", "--prompt", "a"], "no gate, k-means or classifier here"),
-        (["generate", *SMALL, "--prompt", text(4096)], "positions for 4096 tokens"),
+        (["generate", *SMALL, "--prompt", "word " * 4096], "positions for 4096 tokens"),
         (["generate", "--prompt", " "], "--prompt: empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],

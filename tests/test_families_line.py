@@ -27,9 +27,8 @@ EVAL = [
 
 
 @pytest.fixture
-def model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def model(family: str, here: Path) -> Any:
     """A model in the folder ``mine``, beside a folder ``text``."""
-    monkeypatch.chdir(tmp_path)
     model = tiny_model(family, vocab_size=4096, eos_token_id=2)
     model.save_pretrained("mine")
     PreTrainedTokenizerFast.from_pretrained(EMBEDDED).save_pretrained("mine")

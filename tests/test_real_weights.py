@@ -55,13 +55,12 @@ def test_the_sink_is_read(smollm2: Loaded) -> None:
     assert losses[1] < losses[0] - 0.1
 
 
-def test_a_gate_has_the_format_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_start: None) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(TEXT.read_text()[:3000])
-    (tmp_path / "heldout.txt").write_text(TEXT.read_text()[5000:5800])
+def test_a_gate_has_the_format_that_it_had(here: Path, quick_start: None) -> None:
+    (here / "text.txt").write_text(TEXT.read_text()[:3000])
+    (here / "heldout.txt").write_text(TEXT.read_text()[5000:5800])
     own = ["model=smollm2", f"model.path={MODEL}", "--data", "text.txt", "data.heldout_path=heldout.txt", "data.seq_len=128"]
     succeed("train-gate", *own, "train.steps=1", "train.batch_size=1", "train.eval_every=0", "tracker=none", "device=cpu")
-    gate: Any = msattn.load(tmp_path / "outputs/smollm2/base/gate")
+    gate: Any = msattn.load(here / "outputs/smollm2/base/gate")
     names = [f"layers.{layer}.{side}_weight" for layer in range(30) for side in ("query", "key")]
     shapes = {name: tuple(tensor.shape) for name, tensor in gate.state_dict().items()}
     assert shapes == {"inv_freq": (32,)} | dict.fromkeys(names, (9, 64, 192)), "three poolings of 64 channels"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.hub_server import Hub
 from tests.methods.gate.released import released
-from tests.running import SMALL, SMALL_EVAL, succeed, text
+from tests.running import SMALL, SMALL_EVAL, succeed, write_texts
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
 GATE = ["gate.target=mass", "gate.mean_weight=0"]  # choosing them prints a line each
@@ -36,8 +36,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Path("text.txt").write_text(text(4000))
-        Path("heldout.txt").write_text(text(4000, "term"))
+        write_texts()
         released(Path("theirs"))
         for command in ("fit-kmeans", "eval", "bench", "import-gate", "doctor"):
             succeed(*COMMANDS[command])

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "doubled": lambda content, rng: content + content,
 }
 
+REMOVED = object()  # instead of a value: the key is removed
 VALUES: list[Any] = [  # hostile values for any place in a JSON document
     None, True, "", "text", "\ud800", -1, 0, 10**30, 0.5, 1e308, [], [[]], {}, {"a": {"b": [1]}},
 ]  # fmt: skip
@@ -61,21 +62,13 @@ def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
         yield from places(value, (*path, key))
 
 
-def with_value(document: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Returns a copy of ``document`` with ``value`` at ``path``."""
-    changed = copy.deepcopy(document)
-    _parent(changed, path)[path[-1]] = value
-    return changed
-
-
-def without(document: Any, path: tuple[Any, ...]) -> Any:
-    """Returns a copy of ``document`` without the key or item at ``path``."""
-    changed = copy.deepcopy(document)
-    del _parent(changed, path)[path[-1]]
-    return changed
-
-
-def _parent(document: Any, path: tuple[Any, ...]) -> Any:
+def with_value(document: Any, path: Sequence[Any], value: Any) -> Any:
+    """Returns a copy of ``document`` with ``value`` at ``path``, or without that key or item if it is :data:`REMOVED`."""
+    changed = place = copy.deepcopy(document)
     for key in path[:-1]:
-        document = document[key]
-    return document
+        place = place[key] if isinstance(place, list) else place.setdefault(key, {})
+    if value is not REMOVED:
+        place[path[-1]] = value
+    elif isinstance(place, list) or path[-1] in place:
+        del place[path[-1]]
+    return changed

@@ -19,7 +19,7 @@ from msattn.trainer.commands.answers import Clock, generate_greedily
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.models.chat import encode_prompt
-from tests.adversary.damage import BYTES, damage_bytes
+from tests.adversary.damage import BYTES, REMOVED, damage_bytes, with_value
 from tests.adversary.tries import Tries
 from tests.factory import embedded_tokenizer, random_tokens, save_tokenizer, tiny_model
 
@@ -29,7 +29,6 @@ TEXT = "t3 t5 t7"
 TEMPLATE = "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt %}t4{% endif %}"
 Damage = Callable[[Path], object]
 
-REMOVED = object()  # instead of a value: the key is removed
 HOSTILE: dict[str, Any] = {
     "removed": REMOVED,
     "null": None,
@@ -171,14 +170,7 @@ def greedy(model: Any, tokens: Tensor, generation: dict[str, Any]) -> list[int]:
 def edit(path: Path, keys: Sequence[Any], value: Any) -> None:
     """Sets a value in a JSON file, which may not exist yet; :data:`REMOVED` removes it."""
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    place = document
-    for key in keys[:-1]:
-        place = place[key] if isinstance(place, list) else place.setdefault(key, {})
-    if value is not REMOVED:
-        place[keys[-1]] = value
-    elif isinstance(place, list) or keys[-1] in place:
-        del place[keys[-1]]
-    path.write_text(json.dumps(document), encoding="utf-8")
+    path.write_text(json.dumps(with_value(document, keys, value)), encoding="utf-8")
 
 
 def attempt(

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 import torch
 
 from msattn.trainer.storage import replace
-from tests.adversary.tries import wait_until
+from tests.running import wait_until
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; opening a file to write is one, too
 

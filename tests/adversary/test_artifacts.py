@@ -20,13 +20,12 @@ from msattn.trainer.artifacts.manifest import checksum, describe_tensor
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.attach import attach, load
 from msattn.trainer.storage.hashes import content_hash
-from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
+from tests.adversary.damage import BYTES, REMOVED, VALUES, damage_bytes, drawn, places, with_value
 from tests.adversary.tries import Tries, spread
 
 KINDS = ("gate", "kmeans", "qmodel")
 FILES = ("model.safetensors", "manifest.json", "config.yaml")
 Tensors = dict[str, Tensor]
-REMOVED = object()  # in place of a value: the key is removed
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +129,7 @@ def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path]
     every = [(kind, place) for kind in KINDS for place in places(shipped[kind])]
     for (kind, place), value in spread(drawn(every, 60), (*VALUES, REMOVED)):
         folder, before = fresh(kind), shipped[kind]
-        changed = without(before, place) if value is REMOVED else with_value(before, place, value)
+        changed = with_value(before, place, value)
         if changed == before:
             continue
         if signed:

@@ -69,10 +69,10 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @torch.no_grad()
-def filled_with(module: Module, value: float) -> Module:
-    """Sets the first value of each weight."""
+def with_nan(module: Module) -> Module:
+    """Sets the first value of each weight to NaN."""
     for weight in module.state_dict().values():
-        weight.view(-1)[0] = value
+        weight.view(-1)[0] = math.nan
     return module
 
 
@@ -91,7 +91,7 @@ OBJECTS: dict[str, Any] = {
     "kmeans": ROUTER,
     "gate of one layer": gate(num_hidden_layers=1),
     "gate of more heads": gate(num_attention_heads=8, num_key_value_heads=4),
-    "gate of NaN": filled_with(gate(), math.nan),
+    "gate of NaN": with_nan(gate()),
     "kmeans of more heads": random_partition(heads=4),
     "kmeans of other layers": random_partition(layers=(0, 7)),
     "kmeans without buckets": random_partition(0),
@@ -100,13 +100,13 @@ OBJECTS: dict[str, Any] = {
     "kmeans with fewer layers than centroids": KMeans(ROUTER.centroids, [0]),
     "kmeans in half precision": KMeans(ROUTER.centroids.half(), [0, 1]),
     "kmeans of one tensor": KMeans(ROUTER.centroids[0, 0, :, :, None], [0, 1]),
-    "kmeans of NaN": filled_with(random_partition(), math.nan),
+    "kmeans of NaN": with_nan(random_partition()),
     "classifier": QModel(ROUTER, 2, 8).eval(),
     "classifier of more heads": QModel(random_partition(heads=4), 4, 8).eval(),
     "decode gate": DECODE_GATE,
     "decode gate of one layer": random_decode_gate(num_hidden_layers=1),
     "decode gate of more heads": random_decode_gate(num_attention_heads=8, num_key_value_heads=4),
-    "decode gate of NaN": filled_with(random_decode_gate(), math.nan),
+    "decode gate of NaN": with_nan(random_decode_gate()),
     "class of gates": Gate,
     "selection": Selection(TopK(sparsity=0.5), Quest(BLOCK)),
     "selection of one policy": Selection([TopK(sparsity=0.5)], Quest(BLOCK)),
@@ -131,7 +131,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {  # the options beside the argument that 
 }
 
 
-def integer(value: Any, low: int, high: float = math.inf) -> bool:
+def integer(value: Any, low: int, high: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
 
 

@@ -223,11 +223,10 @@ NO_COMMANDS = [
 
 
 @pytest.fixture
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def started(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces all jobs in an empty folder; collects the configurations that they are called with."""
     configs: list[Any] = []
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
+    (here / "file").touch()
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: configs.append(cfg))
     return configs
 

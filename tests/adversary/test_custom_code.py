@@ -70,9 +70,8 @@ ESCAPES = (
 
 
 @pytest.fixture(autouse=True)
-def _marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _marked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Payloads write their file to an empty folder, and questions are answered by yes."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 1000))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
 

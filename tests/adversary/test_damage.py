@@ -13,7 +13,7 @@ import torch
 
 from msattn.trainer.errors import Terminated
 from msattn.trainer.storage.parts import SETTINGS, FinishedParts
-from tests.adversary.damage import BYTES, VALUES, damage_bytes, drawn, places, with_value, without
+from tests.adversary.damage import BYTES, REMOVED, VALUES, damage_bytes, drawn, places, with_value
 from tests.adversary.tries import Tries, spread
 from tests.training.line import TRAIN as LONGER
 from tests.training.line import Line, run, same_weights
@@ -112,7 +112,7 @@ def test_damaged_settings(tries: Tries, tmp_path: Path) -> None:
     """Other settings are refused by ``resume``, and otherwise remove the parts."""
     settings = {"seed": 0, "data": ["a", "b"], "model": {"id": "toy", "layers": 2}}
     changes = [with_value(settings, place, value) for value, place in spread(VALUES, places(settings))]
-    changes += [without(settings, place) for place in places(settings)]
+    changes += [with_value(settings, place, REMOVED) for place in places(settings)]
     texts = [json.dumps(changed) for changed in changes if changed != settings]
     texts += ["", "{", "[]", "null", "NaN", "\0", "[" * 100_000, '{"a":' * 50_000, '{"seed": ' + "9" * 9999 + "}"]
     for number, (content, resume) in enumerate(spread(texts, (False, True))):

@@ -22,7 +22,7 @@ from msattn import cli
 from msattn.trainer.artifacts import read
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, redirect
-from tests.adversary.tries import Tries, spread
+from tests.adversary.tries import Tries, last_lines, spread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Result = dict[str, torch.Tensor]
@@ -54,8 +54,7 @@ def end_of(folder: Path, output: Path, arguments: list[str], change: Callable[[]
 
 def fault_of(code: int, output: str) -> str | None:
     """Returns how a command that may have lacked space ended badly, or None."""
-    lines = [line for line in output.splitlines() if line.startswith("msattn: ")]
-    lines = [line for line in lines if "so far" not in line and "earlier evaluation" not in line]
+    lines = last_lines(output)
     if "Traceback" in output or code not in (0, 2):
         return f"exit code {code}: {output[-600:]}"
     if code == 2 and not (len(lines) == 1 and re.search(REFUSALS, lines[0])):

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from msattn.trainer.models.tokenizer import OTHERS
+from tests.adversary.damage import REMOVED
 from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
-    REMOVED,
     SETTINGS,
     TEMPLATE_FILE,
     VOCABULARY,

@@ -25,13 +25,12 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.own import own_overrides
 from msattn.trainer.models import limited
-from tests.adversary.damage import drawn
+from tests.adversary.damage import REMOVED, drawn
 from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
     HARMLESS,
     HOSTILE,
-    REMOVED,
     SETTINGS,
     VOCABULARY,
     WEIGHTS,
@@ -123,7 +122,7 @@ def test_damaged_documents(tries: Tries, models: Models) -> None:
 
 def forms() -> dict[str, Damage]:
     """Returns the changes that bring a model into each form that transformers writes."""
-    pickles = {f"pickled, {name}": pickled(ignored, **options) for name, options in PICKLES.items()}
+    pickles = {f"pickled, {name}": pickled(**options) for name, options in PICKLES.items()}
     return {"whole": lambda at: None, "in parts": shard, **pickles}
 
 
@@ -257,8 +256,8 @@ def test_weights_in_parts(tries: Tries, models: Models) -> None:
         attempt(tries, models, f"index: {label}", shard, damage, accepted=accepted)
 
 
-def pickled(change: Damage, **options: Any) -> Damage:
-    """Returns the damage that saves the weights by pickle and then changes the file."""
+def pickled(change: Damage = lambda file: None, **options: Any) -> Damage:
+    """Returns the damage that saves the weights by pickle and then may change the file."""
 
     def damage(at: Path) -> None:
         torch.save(load_file(at / WEIGHTS), at / PICKLE, **options)
@@ -268,16 +267,12 @@ def pickled(change: Damage, **options: Any) -> Damage:
     return damage
 
 
-def ignored(file: Path) -> None:
-    """Leaves a file as it is."""
-
-
 PICKLES: dict[str, dict[str, Any]] = {"zip": {}, "old": {"_use_new_zipfile_serialization": False}}
 
 
 def pickle_damages() -> Iterator[tuple[str, Damage]]:
     for label, options in PICKLES.items():
-        yield f"{label}, nothing", pickled(ignored, **options)
+        yield f"{label}, nothing", pickled(**options)
         yield f"{label}, cut", pickled(lambda file: cut(file, 0.5), **options)
         yield f"{label}, noise", pickled(lambda file: noise(file, 0, 1500, 0), **options)
     huge = {"model.norm.weight": torch.zeros(1).expand(2**40)}
@@ -352,16 +347,9 @@ def cached(cache: Path, folder: Path) -> Path:
     return snapshot
 
 
-def attempt_cached(
-    tries: Tries, models: Models, cache: Path, case: str, *damages: Damage, accepted: bool | None = None
-) -> None:
-    expected = models.expected()
-    snapshot = cached(cache, models.damaged(*damages))
-
-    def served(found: Outcome) -> bool:
-        return right(snapshot, found, expected)
-
-    tries.python(case, lambda: load_folder(NAME), served, accepted=accepted)
+def attempt_cached(tries: Tries, models: Models, cache: Path, case: str, *damages: Damage, accepted: bool) -> None:
+    expected, snapshot = models.expected(), cached(cache, models.damaged(*damages))
+    tries.python(case, lambda: load_folder(NAME), lambda found: right(snapshot, found, expected), accepted=accepted)
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
-from tests.adversary.tries import Tries, spread, wait_until
+from tests.adversary.tries import Tries, last_lines, spread
+from tests.running import wait_until
 from tests.training.line import TRAIN, Line, run, same_weights
 
 HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
@@ -30,8 +31,7 @@ STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 def output_fault(code: int, expected: set[int], output: str) -> str | None:
     """Returns how an interrupted command ended badly, or None."""
-    lines = [line for line in output.splitlines() if line.startswith("msattn: ")]
-    lines = [line for line in lines if "so far" not in line and "earlier evaluation" not in line]
+    lines = last_lines(output)
     if any(word in output for word in ("Traceback", "Exception ignored", "Error executing job")):
         return f"traceback: {output[-500:]}"
     if code not in expected:
@@ -50,16 +50,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def job(monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
     """The folder of a short training that takes the place of the job of ``msattn train-gate``."""
 
     def train(self: Command, cfg: Any, arguments: dict[str, Any]) -> None:
         train = replace(TRAIN, num_workers=cfg.train.num_workers)
         run(Line(folder / "seen", pause=0.0005), folder, train, resume=cfg.resume)
 
-    folder = tmp_path / "job"
+    folder = here / "job"
     folder.mkdir()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", train)
     return folder
 

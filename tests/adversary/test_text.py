@@ -27,9 +27,9 @@ from tests.data.texts import COMPRESSORS, parquet, zstd
 TEXTS = [f"Document {number}: déjà vu, “quoted”,\nnext line.\n" for number in range(20)]
 
 
-def texts_of(path: Path | str, column: str = "text") -> list[str]:
+def texts_of(path: Path | str) -> list[str]:
     """Returns the texts of all documents under ``path``, none held out."""
-    cfg = DataConfig("text", path=str(path), heldout_path=str(path), column=column)
+    cfg = DataConfig("text", path=str(path), heldout_path=str(path))
     return [document.text for document in documents(cfg, heldout=False)]
 
 
@@ -227,16 +227,15 @@ def special_files(folder: Path) -> Iterable[Path]:
     )
 
 
-def test_special_files(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "files").mkdir()
-    files = list(special_files(tmp_path / "files"))
+def test_special_files(tries: Tries, here: Path) -> None:
+    (here / "files").mkdir()
+    files = list(special_files(here / "files"))
     for (name, read), file in product(READERS.items(), files):
         tries.python(f"{name}={str(file)[:60]!r}", lambda read=read, file=file: read(file))
     for name, read in READERS.items():
-        (tmp_path / "good.txt").write_text('{"prompt": "a", "answer": "b"}')
-        (tmp_path / "link.txt").symlink_to(tmp_path / "good.txt") if not (tmp_path / "link.txt").exists() else None
-        tries.python(f"{name}, link", lambda read=read: read(tmp_path / "link.txt"), lambda found: bool(found))
+        (here / "good.txt").write_text('{"prompt": "a", "answer": "b"}')
+        (here / "link.txt").symlink_to(here / "good.txt") if not (here / "link.txt").exists() else None
+        tries.python(f"{name}, link", lambda read=read: read(here / "link.txt"), lambda found: bool(found))
 
 
 NAMES = (b"caf\xe9.txt", b"new\nline.txt", b"[a].txt", b"{a,b}.txt", b"**.txt", b"${x}.txt", b"'\".txt", b"~.txt", b"a=b,c.txt")

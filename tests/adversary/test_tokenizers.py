@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from msattn.trainer.models import limited
-from tests.adversary.damage import drawn, places
+from tests.adversary.damage import REMOVED, drawn, places
 from tests.adversary.model_folders import (
     GENERATION,
     HOSTILE,
-    REMOVED,
     SETTINGS,
     TEMPLATE_FILE,
     VOCABULARY,

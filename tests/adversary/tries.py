@@ -6,7 +6,6 @@ with the right result, or either. Tracebacks, hangs, other results and code that
 
 import io
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import cycle
@@ -129,27 +128,23 @@ def output_fault(code: int, out: str, err: str, right: Callable[[str], bool] | N
     return f"exit code {code}: {err[-300:]}"
 
 
+def last_lines(output: str) -> list[str]:
+    """Returns the lines that tell how a command ended, without those about its progress."""
+    lines = [line for line in output.splitlines() if line.startswith("msattn: ")]
+    return [line for line in lines if "so far" not in line and "earlier evaluation" not in line]
+
+
 @contextmanager
-def limited_time(seconds: float = TIME_LIMIT) -> Iterator[None]:
-    """Raises :class:`Hung` in the main thread after ``seconds``, and every second again."""
+def limited_time() -> Iterator[None]:
+    """Raises :class:`Hung` in the main thread after :data:`TIME_LIMIT`, and every second again."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hung
 
     previous = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = TIME_LIMIT) -> bool:
-    """Returns True as soon as ``condition()`` is true, or False after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

@@ -1,7 +1,6 @@
 """Fixtures of the tests of commands."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -9,13 +8,6 @@ from tests.hub_server import hub  # noqa: F401
 from tests.running import exit_code
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, which is also the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -38,9 +38,8 @@ FIRST, SECOND = "Once upon a time", "class Reader(object):"
 
 
 @pytest.fixture
-def chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
+def chat(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
     """Runs ``msattn generate --chat`` in an empty folder on ``lines``; returns (exit code, answers, statistics, stderr)."""
-    monkeypatch.chdir(tmp_path)
 
     def run(lines: str | bytes, *arguments: str) -> tuple[int, list[str], list[str], str]:
         file = io.BytesIO(lines if isinstance(lines, bytes) else lines.encode())

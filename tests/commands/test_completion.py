@@ -42,9 +42,8 @@ def test_the_only_section_is_opened() -> None:
     assert "model.presets.recent=" in complete("eval", [], "model.pr")
 
 
-def test_models_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-own").mkdir()
-    (tmp_path / "llama.txt").touch()
+def test_models_and_folders(here: Path) -> None:
+    (here / "llama-own").mkdir()
+    (here / "llama.txt").touch()
     assert complete_model("llama") == ["llama3", "llama31_8b_instruct", "llama3_8b", "llama-own/"]
     assert complete_model("./") == ["./llama-own/"]

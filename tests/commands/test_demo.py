@@ -32,9 +32,8 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_texts(1000)
+def test_demo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_texts()
     assert exit_code("demo", *SMALL) == 0
     out = capsys.readouterr().out
     folder = Path("outputs/tiny/demo")

@@ -101,13 +101,16 @@ def test_data_is_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
     [
         ("./none", None, "--model ./none: no such folder or file; expected a folder, a GGUF file, a Hub id, or one of gemma"),
         (".", None, "--model .: the folder has no config.json"),
+        ("file", None, "--model file: this is a file; expected the folder of a model"),
+        ("tiny", None, "--model tiny and model=llama3: give one of the two"),
         (None, "none.txt", "--data=none.txt: no such file"),
         (None, ".", r"--data=.: no such file, or no .txt, .md, .jsonl, .parquet"),
     ],
 )
 def test_mistakes_are_named(model: str | None, data: str | None, message: str, here: Path) -> None:
+    (here / "file").touch()
     with pytest.raises(UserError, match=message):
-        own_overrides(model, data)
+        own_overrides(model, data, ["train.steps=3", "model=llama3"] if model == "tiny" else [])
 
 
 @pytest.mark.slow
@@ -121,11 +124,3 @@ def test_a_gate_of_ones_own_model_and_text(here: Path, msattn: Run) -> None:
     succeed("generate", "--model", "q3", "--prompt", "Note 7: the answer", "max_new_tokens=3", "device=cpu")
     code, _, err = msattn("generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu")
     assert (code, "msattn train-gate --model q3 name=none, or add select=quest" in err) == (2, True), err
-
-
-def test_contradictions_and_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json: this is a file; expected the folder of a model"):
-        own_overrides(str(tmp_path / "config.json"), None)
-    with pytest.raises(UserError, match="--model tiny and model=llama3: give one of the two"):
-        own_overrides("tiny", None, ["train.steps=3", "model=llama3"])

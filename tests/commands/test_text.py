@@ -10,7 +10,7 @@ from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import RunConfig
 from msattn.trainer.data import cache
 from tests.commands.conftest import Run
-from tests.running import SMALL, text
+from tests.running import SMALL, write_texts
 
 TRAINING = [name for name, command in COMMANDS.items() if command.trains and issubclass(command.schema, RunConfig)]
 SHORT = [*SMALL, "name=new", "train.batch_size=1"]
@@ -21,9 +21,8 @@ Told = Callable[..., tuple[int, list[str]]]
 @pytest.fixture
 def told(here: Path, msattn: Run) -> Told:
     """Runs a command in a folder with texts; returns its exit code and its own lines of stderr."""
-    Path("text.txt").write_text(text(4000))
-    Path("heldout.txt").write_text(text(4000, "term"))
-    Path("overlap.txt").write_text(text(2000, "term") + text(2000))
+    write_texts()
+    Path("overlap.txt").write_text(Path("heldout.txt").read_text() + Path("text.txt").read_text())
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         code, _, error = msattn(*arguments)

@@ -66,7 +66,7 @@ def test_lab_yaml_lists_every_experiment() -> None:
 
 
 @pytest.fixture
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def checked(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Collects the configurations that the command line checks before it runs a job; no job runs."""
     collected: list[Any] = []
     typed = launch.typed_config
@@ -75,7 +75,6 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         collected.append(typed(composed, command))
         return collected[-1]
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "typed_config", collect)
     monkeypatch.setattr(Hydra, "run", lambda *_, **__: SimpleNamespace(return_value=None))
     monkeypatch.setattr(Hydra, "multirun", lambda *_, **__: [])
@@ -104,9 +103,8 @@ def test_all_commands_of_lab_yaml_find_what_they_read(checked: list[Any]) -> Non
 
 
 @pytest.mark.slow
-def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolated_names_are_kept_in_a_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.gate.loss)))
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.loss=kl,mse") == 0
     assert seen == [("loss-kl", "kl"), ("loss-mse", "mse")], "the command line replaces the values that the YAML sweeps over"
@@ -117,9 +115,8 @@ def test_interpolated_names_are_kept_in_a_sweep(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_groups_an_experiment_or_a_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append(cfg.tracker.group))
 
     def groups(*arguments: str) -> list[Any]:
@@ -137,13 +134,12 @@ def test_a_tracker_groups_an_experiment_or_a_sweep(tmp_path: Path, monkeypatch: 
 
 
 def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
     assert exit_code("train-gate", "-m", "experiment=lab_losses", "gate.block_size=64,48") == 2
     assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: expected a power of two in [16, 128]\n"
-    assert not list(tmp_path.iterdir()), "a mistake must leave no files"
+    assert not list(here.iterdir()), "a mistake must leave no files"
 
 
 LENGTHS = [8192, 16384, 32768, 65536, 131072]
@@ -165,9 +161,8 @@ def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
 
 
 @pytest.mark.slow
-def test_documents_of_a_corpus_are_read_from_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_texts(1000)
+def test_documents_of_a_corpus_are_read_from_their_beginning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_texts()
     Path("heldout.txt").write_text(WORDS)
     opened = set()
 
@@ -180,7 +175,7 @@ def test_documents_of_a_corpus_are_read_from_their_beginning(tmp_path: Path, mon
     toy = ["model.init=random", *SHAPE, "model.architecture.vocab_size=4096", "device=cpu", "dtype=float32", "tracker=none"]
     succeed("eval", "experiment=documents_pg19", *toy, *sizes, "eval.baselines=[quest]")
     assert opened == {("emozilla/pg19", "test")}
-    found = read_rows(tmp_path / "outputs/llama3/seer/eval", "length")
+    found = read_rows(here / "outputs/llama3/seer/eval", "length")
     for length in (64, 128):
         assert found["dense", "", length]["samples"] == 3
         assert ("quest", "sparsity 0.9", length) in found

@@ -123,8 +123,7 @@ def test_the_policy_alone_changes_where_the_keys_are_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_policies_can_be_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_policies_can_be_swept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: cfg.select)
     assert launch("generate", ["select=topk,threshold"], multirun=True) == [SelectConfig("topk"), SelectConfig("threshold")]
     both = launch("generate", ["select=topk,calibrated", "select.sparsity=0.5"], multirun=True)

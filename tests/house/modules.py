@@ -19,14 +19,12 @@ def sources() -> Iterator[tuple[str, Path]]:
 MODULES = dict(sources())
 
 
-def imports(path: Path, *, at_import_only: bool = False, types: bool = False) -> set[str]:
-    """Dotted names that a file imports; ``at_import_only``: those that run when it is imported; ``types``: also of hints."""
+def imports(path: Path, *, types: bool = False) -> set[str]:
+    """Dotted names that a file imports; ``types``: also those for type checkers."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

@@ -57,16 +57,17 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
-def test_the_first_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("document", "printed"),
+    [
+        ("README.md", r"sparsity 0\.[1-9]\d*, sparsity_by_layer 0\.[1-9].*, selectivity 0\.[1-9]"),
+        ("docs/contributing.md", r"sparsity 0\.[34]"),
+    ],
+)
+def test_the_first_example_of_a_document_runs(document: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It takes the embedded model, without a download."""
-    exec(blocks("README.md", "python")[0], {})
-    assert re.search(r"sparsity 0\.[1-9]\d*, sparsity_by_layer 0\.[1-9].*, selectivity 0\.[1-9]", capsys.readouterr().out)
-
-
-@pytest.mark.slow
-def test_the_scorer_of_contributing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(blocks("docs/contributing.md", "python")[0], {"__name__": "example"})
-    assert re.search(r"sparsity 0\.[34]", capsys.readouterr().out)
+    exec(blocks(document, "python")[0], {"__name__": "example"})
+    assert re.search(printed, capsys.readouterr().out)
 
 
 NOTEBOOK = ROOT / "docs/examples/first_hour.ipynb"

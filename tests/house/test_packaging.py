@@ -92,14 +92,16 @@ def test_the_wheel_installs_into_an_empty_environment(distributions: Path, tmp_p
     assert "block_size" in composed.stdout
 
 
+def required_by(*extras: str) -> set[str]:
+    """Returns the names of the packages that msattn with ``extras`` requires."""
+    project = PROJECT["project"]
+    parts = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for part in parts for requirement in part}
+
+
 def test_what_is_imported_is_declared() -> None:
-    extras = PROJECT["project"]["optional-dependencies"]
-    used_by_code = [
-        requirement for extra in ("cpu", "gpu", "gguf", "grammar", "harness", "serve", "vllm") for requirement in extras[extra]
-    ]
-    requirements = [*PROJECT["project"]["dependencies"], *used_by_code]
-    declared = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements}
-    declared = {INSTALLS_AS.get(name, name) for name in declared} | {"msattn"}
+    required = required_by("cpu", "gpu", "gguf", "grammar", "harness", "serve", "vllm")
+    declared = {INSTALLS_AS.get(name, name) for name in required} | {"msattn"}
     used = {name.split(".")[0] for path in MODULES.values() for name in imports(path)} - set(sys.stdlib_module_names)
     assert used <= declared
 
@@ -108,17 +110,8 @@ def test_constraints_pin_versions_and_nothing_else() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in lines)
     pinned = {line.split("==")[0] for line in lines}
-    extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [
-        *PROJECT["project"]["dependencies"],
-        *extras["cpu"],
-        *extras["gguf"],
-        *extras["harness"],
-        *extras["serve"],
-        *extras["docs"],
-        *extras["dev"],
-    ]
-    assert {re.split(r"[^A-Za-z0-9_-]", requirement)[0].lower().replace("_", "-") for requirement in wanted} <= pinned
+    wanted = required_by("cpu", "gguf", "harness", "serve", "docs", "dev")
+    assert {name.lower().replace("_", "-") for name in wanted} <= pinned
 
 
 def test_versions_agree() -> None:

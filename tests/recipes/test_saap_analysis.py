@@ -32,9 +32,8 @@ def test_a_query_reads_the_bin_of_its_equals() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_prints_each_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_the_program_prints_each_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here) -> None:
     sizes = [f"eval.analysis.{key}" for key in ("num_chunks=2", "length=512", "layers=[1]", "heads=[1]", "num_queries=8")]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["saap_analysis", "artifacts.kmeans=embedded", "recent=64", "device=cpu", *sizes])
     saap_analysis.main()
     rows = {
