@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 import msattn
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.serving.cache.install import install_layers
 from tests.factory import left_padded, random_partition, random_tokens, tiny_config, tiny_model
 

@@ -16,7 +16,7 @@ ROUTED = SimpleNamespace(layers={1})
 
 
 def dispatch(selection: Any = None, routed: Any = None, shortest: int = 100) -> Dispatch:
-    return Dispatch(selection, routed, dense_below=50, routed_from=lambda batch: shortest * batch)
+    return Dispatch(selection, routed, dense_below=50, shortest_routed=lambda batch: shortest * batch)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def dispatch(selection: Any = None, routed: Any = None, shortest: int = 100) -> 
 def test_the_decision_for_a_prompt(
     selection: Any, queries: int, keys: int, given: dict[str, bool], decision: tuple[Any, str | None]
 ) -> None:
-    assert dispatch(selection=selection).of_prompt(queries, keys, **given) == decision
+    assert dispatch(selection=selection).decide_prompt(queries, keys, **given) == decision
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_decision_for_a_prompt(
 def test_the_decision_for_new_tokens(
     routed: Any, layer: int, keys: int | None, batch: int, known: bool, decision: tuple[Any, str | None]
 ) -> None:
-    assert dispatch(routed=routed).of_tokens(layer, keys, batch, known=known) == decision
+    assert dispatch(routed=routed).decide_tokens(layer, keys, batch, known=known) == decision
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,16 @@ def test_more_tokens_than_read_buckets_are_a_prompt(queries: int, keys: int, wit
 
 def test_the_tokens_that_are_dense_before_buckets_are_read() -> None:
     routed = dispatch(routed=ROUTED)
-    assert [routed.dense_for(keys, batch) for keys, batch in ((90, 1), (100, 1), (300, 2), (90, 3))] == [10, 0, 0, 210]
+    assert [routed.tokens_until_routed(keys, batch) for keys, batch in ((90, 1), (100, 1), (300, 2), (90, 3))] == [
+        10,
+        0,
+        0,
+        210,
+    ]
     every_layer_dense = dispatch(routed=SimpleNamespace(layers=frozenset()))
-    assert dispatch(selection=GATE).dense_for(10**9, 1) == every_layer_dense.dense_for(10**9, 1) == sys.maxsize
+    assert (
+        dispatch(selection=GATE).tokens_until_routed(10**9, 1) == every_layer_dense.tokens_until_routed(10**9, 1) == sys.maxsize
+    )
 
 
 def test_sequences_that_are_too_short_for_buckets() -> None:

@@ -124,7 +124,7 @@ def test_prompts_that_follow_one_another_are_a_slice(
         lengths = torch.tensor([8, 32, 192, 100], dtype=torch.int32)
         cu_queries = torch.tensor([0, *queries]).cumsum(0).int()
         pages = offsets = torch.zeros(sum(queries), dtype=torch.long)
-        now = PagedPass.of_tables(
+        now = PagedPass.from_tables(
             made.state, pages, offsets, made.table, cu_queries, lengths, is_sparse=lambda item: item.queries in sparse
         )
     got = [each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist() for each in now.prompts]

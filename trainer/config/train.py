@@ -24,7 +24,7 @@ POOLINGS = ("avg", "max", "min")
 TARGETS = ("max", "mass", "mean_mass")
 LOSSES = ("mse", "kl", "smooth_l1")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
-MAX_HEAD_SIZE = 256
+MAX_MTA_HEAD_SIZE = 256
 AUTO = "auto"
 
 StepsOrZero = Annotated[Int, Interval(ge=0, le=10**7)]
@@ -256,6 +256,8 @@ class MtaConfig:
         fits = self.attention == "plain" or self.letters <= longest
         require(fits, "mta.letters", self.letters, f"expected at most {longest} with mta.attention=multi_token")
         size, rest = divmod(self.hidden_size, self.num_heads)
-        fits = rest == 0 and size % 8 == 0 and size <= MAX_HEAD_SIZE
-        accepted = f"expected mta.num_heads={self.num_heads} times a head size that is a multiple of 8 up to {MAX_HEAD_SIZE}"
+        fits = rest == 0 and size % 8 == 0 and size <= MAX_MTA_HEAD_SIZE
+        accepted = (
+            f"expected mta.num_heads={self.num_heads} times a head size that is a multiple of 8 up to {MAX_MTA_HEAD_SIZE}"
+        )
         require(fits, "mta.hidden_size", self.hidden_size, accepted)

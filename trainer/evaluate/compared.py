@@ -26,7 +26,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS, ROUTER_KINDS
 
-COMMANDS = {  # keyed by the kind of artifact that they create
+TRAINING_COMMANDS = {  # keyed by the kind of artifact that they create
     "gate": "train-gate",
     "kmeans": "fit-kmeans",
     "qmodel": "train-qmodel",
@@ -117,7 +117,8 @@ class ComparedRouting:
         """Returns the method of the rows in a setting; with 0 probes only the dense window is read."""
         if setting == 0:
             return WINDOW
-        return self.method.of(*[CALIBRATED] * isinstance(setting, float), *[INDEPENDENT] * self.independent)
+        variants = [CALIBRATED] if isinstance(setting, float) else []
+        return self.method.of(*variants, *([INDEPENDENT] if self.independent else []))
 
     def cases(self, model: PreTrainedModel, probes: list[int] | None = None, keys: Sequence[float] = ()) -> list[MethodSetting]:
         """Returns the cases with ``probes`` and at shares ``keys``; without ``probes`` the one of :meth:`own_settings`."""
@@ -228,7 +229,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     """
     paths: list[_Path] = []
     notes = []
-    for kind, command in COMMANDS.items():
+    for kind, command in TRAINING_COMMANDS.items():
         if not reads(cfg, "blocks" if kind == "gate" else "routings"):
             continue
         folder = cfg.folder / kind

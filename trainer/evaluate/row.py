@@ -42,7 +42,7 @@ class Setting:
         if self.unit in KEYS:
             return KEYS[self.unit].format(100 * self.value)
         if self.unit == "probes":
-            return f"{self.value} probe" + "s" * (self.value != 1)
+            return "1 probe" if self.value == 1 else f"{self.value} probes"
         return f"{self.unit} {self.value:g}"
 
 

@@ -21,7 +21,7 @@ from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import FULL, Family, attention_layers, decoder, family_of, layer_kinds, max_length
 from msattn.trainer.models.layer_attention import LayerInputs, causal_attention, dense_attention
-from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.models.replacement import NotCopied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

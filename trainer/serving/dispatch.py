@@ -36,7 +36,7 @@ class Dispatch:
     selection: Selection | None
     routed: RoutedDecoding | None
     dense_below: int  # number of keys below which prompts are dense, because that is faster
-    routed_from: Callable[[int], int]  # number of sequences -> number of keys from which their new tokens read buckets
+    shortest_routed: Callable[[int], int]  # number of sequences -> number of keys from which their new tokens read buckets
 
     @property
     def gate(self) -> Gate | None:
@@ -52,7 +52,7 @@ class Dispatch:
         """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
-    def of_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Decision[Selection]:
+    def decide_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Decision[Selection]:
         """Decides for a prompt, or for a chunk after which it ``ends``.
 
         ``known`` says whether a gate has what it needs of cached keys.
@@ -63,20 +63,20 @@ class Dispatch:
             return Decision(None, BY_CHOICE)
         return Decision(self.selection) if known or self.gate is None else Decision(None, FALLBACK)
 
-    def of_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Decision[RoutedDecoding]:
+    def decide_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Decision[RoutedDecoding]:
         """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
 
         It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
         """
         if layer not in self.routed_layers:
             return Decision(None)
-        if keys is not None and self.dense_for(keys, batch):
+        if keys is not None and self.tokens_until_routed(keys, batch):
             return Decision(None, BY_CHOICE)
         return Decision(self.routed) if known else Decision(None, FALLBACK)
 
-    def dense_for(self, keys: int, batch: int) -> int:
-        """Returns for how many more keys of each sequence new tokens stay dense, after ``keys``; 0: they read buckets."""
-        return max(0, self.routed_from(batch) - keys) if self.routed_layers else sys.maxsize
+    def tokens_until_routed(self, keys: int, batch: int) -> int:
+        """Returns the number of tokens, after ``keys``, until the new tokens of each sequence read buckets; 0: they do."""
+        return max(0, self.shortest_routed(batch) - keys) if self.routed_layers else sys.maxsize
 
     def short_rows(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
         """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.
@@ -84,7 +84,7 @@ class Dispatch:
         Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``. Short ones get a window of all
         keys, so that each sequence is read as it would be alone.
         """
-        shortest = self.routed_from(batch)
+        shortest = self.shortest_routed(batch)
         if shortest <= 1:
             return None
         return (keys if padding is None else keys - padding) < min(shortest, INT32_MAX)

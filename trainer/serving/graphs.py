@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.serving.cache.buffer import Buffer
 
 UNKNOWN = -1

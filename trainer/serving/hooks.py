@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models.families import check_length, served_layers
-from msattn.trainer.models.stand_ins import NotCopied, replaced
+from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
 from msattn.trainer.serving.cache.install import install_layers
 from msattn.trainer.serving.cache.layers import BucketLayer

@@ -75,13 +75,13 @@ class PagedAttention:
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of a decoder with their pass; UserError for a manager of another attention."""
         state = self._state(arguments["cache"], config)
-        current = self._start(PagedPass.of(state, arguments, partial(self._is_sparse, state)))
+        current = self._start(PagedPass.from_arguments(state, arguments, partial(self._is_sparse, state)))
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
-        """Returns a pass; ``tables`` are the other arguments of :meth:`PagedPass.of_tables`."""
-        return self._start(PagedPass.of_tables(state, *tables, is_sparse=partial(self._is_sparse, state)))
+        """Returns a pass; ``tables`` are the other arguments of :meth:`PagedPass.from_tables`."""
+        return self._start(PagedPass.from_tables(state, *tables, is_sparse=partial(self._is_sparse, state)))
 
     def begin_new_tokens(
         self, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, kv_len: Tensor, longest: int
@@ -107,7 +107,7 @@ class PagedAttention:
         rows, sizes, dense = current.decoded, current.state.sizes, False
         if self.dispatch.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
-            dense = rows.longest is not None and self.dispatch.dense_for(rows.longest, len(rows.kv_len)) > 0
+            dense = rows.longest is not None and self.dispatch.tokens_until_routed(rows.longest, len(rows.kv_len)) > 0
             self.statistics.add_visible(keys, all_read=dense)
         if sizes is not None and rows is not None and not dense:
             rows.counted_len = sizes.begin(rows.table, rows.kv_len)
@@ -159,7 +159,7 @@ class PagedAttention:
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
         cache = PagedKeys(*current.state.caches[x.layer], rows.table, rows.kv_len)
         scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
-        routed, dense_reason = self.dispatch.of_tokens(x.layer, rows.longest, len(rows.kv_len))
+        routed, dense_reason = self.dispatch.decide_tokens(x.layer, rows.longest, len(rows.kv_len))
         if routed is None:
             if dense_reason is not None:
                 self.statistics.count(dense_reason)
@@ -212,7 +212,7 @@ class PagedAttention:
         """Decides for a sequence with several new tokens; keys that are not pooled yet are new or can be recovered."""
         recovered = self.dispatch.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
-        return self.dispatch.of_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
+        return self.dispatch.decide_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         return self._decided(state, item).attention is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.blocks import shared_by_layers
-from msattn.trainer.models.stand_ins import NotCopied
+from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.graphs import captured, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics

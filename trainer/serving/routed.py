@@ -134,8 +134,8 @@ def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
     queries = x.num_queries
     one = slice(row, row + 1)
 
-    def as_rows(of_tokens: Tensor) -> Tensor:
-        return of_tokens[row].transpose(0, 1).unsqueeze(2)  # [H, N, D] -> [N, H, 1, D]
+    def as_rows(tokens: Tensor) -> Tensor:
+        return tokens[row].transpose(0, 1).unsqueeze(2)  # [H, N, D] -> [N, H, 1, D]
 
     return replace(
         x,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, block_map, decoded_attention, dense_attention
+from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.models.stand_ins import NotCopied
 from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.cache.passes import PagedPass
 from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch
@@ -104,13 +104,13 @@ class Sparse(NotCopied):
                 return self.attend(x)
         if isinstance(x.cache, PagedPass):
             return self.paged.attend(x)
-        dense = self.dispatch.dense_for(x.num_keys, len(x.q)) > 0
+        dense = self.dispatch.tokens_until_routed(x.num_keys, len(x.q)) > 0
         # Also of prompts: the keys get their buckets now, while those before RoPE are at hand.
         layer = None if dense and self.rotation is not None else self._bucket_layer(x)
         if self.dispatch.is_prompt(x.num_queries, x.num_keys):
             return self._prompt(x)
         known = layer is not None and not x.q.requires_grad  # attention over buckets has no gradient
-        routed, dense_reason = self.dispatch.of_tokens(x.layer, x.num_keys, len(x.q), known=known)
+        routed, dense_reason = self.dispatch.decide_tokens(x.layer, x.num_keys, len(x.q), known=known)
         if routed is not None and layer is not None:
             return routed.attend(x, layer, self._short_rows(x, x.num_keys))
         if dense_reason is not None:
@@ -129,11 +129,11 @@ class Sparse(NotCopied):
 
     def _prompt(self, x: LayerInputs) -> Tensor:
         """Returns the attention of tokens that are read together."""
-        selection, dense_reason = self.dispatch.of_prompt(x.num_queries, x.num_keys)
+        selection, dense_reason = self.dispatch.decide_prompt(x.num_queries, x.num_keys)
         if selection is not None:
             if (prompt := self._with_pooled_keys(x)) is not None:
                 return self._selected_attention(prompt, selection)
-            _, dense_reason = self.dispatch.of_prompt(x.num_queries, x.num_keys, known=False)
+            _, dense_reason = self.dispatch.decide_prompt(x.num_queries, x.num_keys, known=False)
         self.statistics.add_dense(x.layer, dense_reason)
         return self._dense_attention(x)
 
@@ -184,7 +184,7 @@ class Sparse(NotCopied):
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, dense: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no value back."""
-        routed = None if dense else self.dispatch.of_tokens(x.layer, None, len(x.q)).attention
+        routed = None if dense else self.dispatch.decide_tokens(x.layer, None, len(x.q)).attention
         if routed is None:
             return decoded_attention(x).out
         return routed.attend_step(x, window, self._short_rows(x, x.kv_len))

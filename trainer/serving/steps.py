@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
-from msattn.trainer.models.stand_ins import NotCopied, replaced
+from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import left_padding
 from msattn.trainer.serving.dispatch import BY_CHOICE
 from msattn.trainer.serving.fused import FusedAttention, fused
@@ -153,20 +153,20 @@ class DecodingSteps(NotCopied):
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index must be rebuilt first."""
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, dense_for = cache.layers, self.sparse.dispatch.dense_for(length + 1, len(_tokens(inputs)))
-        indexed = [] if dense_for else self.sparse.bucket_layers(cache)
+        layers, until_routed = cache.layers, self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs)))
+        indexed = [] if until_routed else self.sparse.bucket_layers(cache)
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
         for layer in layers:
             layer.reserve_token()
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         addresses = tuple(layer.addresses() for layer in layers)
-        signature = (shapes, dense_for > 0, bool(padding), self._model_state(), addresses)
+        signature = (shapes, until_routed > 0, bool(padding), self._model_state(), addresses)
         if step is None or step.signature != signature:
-            step = self._steps[cache] = Step(signature, inputs, dense=dense_for > 0, padded=bool(padding))
+            step = self._steps[cache] = Step(signature, inputs, dense=until_routed > 0, padded=bool(padding))
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
-        step.lasts(min(room, dense_for or room, *until_rebuild), buffers_of(cache))
+        step.lasts(min(room, until_routed or room, *until_rebuild), buffers_of(cache))
         return step
 
     def _model_state(self) -> tuple:

@@ -24,6 +24,7 @@ from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
 from msattn.trainer.memory import peak_memory
 from msattn.trainer.progress import Progress, duration, postpone
+from msattn.trainer.signals import STOP_SIGNALS
 from msattn.trainer.training.checkpoints import (
     TrainingResult,
     describe_last_checkpoint,
@@ -36,7 +37,6 @@ from msattn.trainer.training.tracker import Tracker
 
 BAR_WIDTH = 57  # characters of the progress bar's line in front of the figures
 SLOW_PASSES = 5.0  # steps that take at least so many seconds show their passes
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(eq=False, repr=False)

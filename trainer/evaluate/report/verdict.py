@@ -53,7 +53,8 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
     shares = {row.task for row in rows if (quality := record(row.task).quality) and quality.better == 1}
     lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in shares]
-    return [f"Compared with the best untrained method, the best trained one {said}."] * bool(said) + [
+    compared = [f"Compared with the best untrained method, the best trained one {said}."] if said else []
+    return compared + [
         f"{row.task}, {row.extra['length']:,} tokens: dense attention finds nothing, so this task is not judged."
         for row in lost
     ]

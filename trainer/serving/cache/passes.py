@@ -57,21 +57,23 @@ class PagedPass:
     prompts: list[Prompts]  # the others, in groups
 
     @classmethod
-    def of(cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[PromptChunk], bool]) -> "PagedPass":
+    def from_arguments(
+        cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[PromptChunk], bool]
+    ) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
         allocator = state.allocator
         kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
         if arguments["block_table"] is not None:
-            return cls._of_new_tokens(state, arguments["block_table"][allocator.index], kv_len)
+            return cls._from_block_table(state, arguments["block_table"][allocator.index], kv_len)
         read, write = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
         longest = arguments["max_length_k"][allocator.layer_type]
         slots = write if len(read) == 0 else read
         table, cu_queries = _table(state, kv_len, longest, slots), arguments["cu_seq_lens_q"]
         pages, offsets = write // state.slots_of_page, write % state.slots_of_page
-        return cls.of_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"])
+        return cls.from_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"])
 
     @classmethod
-    def of_tables(
+    def from_tables(
         cls,
         state: PagedState,
         pages: Tensor,
@@ -99,7 +101,7 @@ class PagedPass:
         return cls(state, pages, offsets, _decoded(decoded, table, kv_len), _groups(prompts, kv_len, is_sparse))
 
     @classmethod
-    def _of_new_tokens(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
+    def _from_block_table(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
         """Returns a pass over one token of each sequence; sequences without a key are padding."""
         longest = None if kv_len.is_cuda else int(kv_len.max())
         width = block_table.shape[1] if longest is None else -(-longest // state.page_size)

@@ -13,7 +13,7 @@ from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
-from msattn.trainer.models.stand_ins import replaced
+from msattn.trainer.models.replacement import replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs import uncapturable

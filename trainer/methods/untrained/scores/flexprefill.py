@@ -36,7 +36,7 @@ class FlexPrefill(UntrainedScorer):
         vertical, slash = pattern_mass(x, self.block_size, self.block_size)
         true = normalize_rows(vertical.unflatten(-1, (-1, self.block_size)).sum(-1))
         query_aware = divergence(self.estimate(x), true).sqrt() < self.tau
-        slashes = VerticalSlash(self.block_size).of_mass(x, vertical, slash)
+        slashes = VerticalSlash(self.block_size).from_mass(x, vertical, slash)
         return torch.where(query_aware[..., None, None], MeanPool(self.block_size)(x), slashes)
 
     def estimate(self, x: LayerInputs) -> Tensor:

@@ -27,7 +27,7 @@ class MInference(VerticalSlash):
         most = vertical.amax(-1, keepdim=True).maximum(slash.amax(-1, keepdim=True))
         vertical[..., :FIRST_COLUMNS] = most
         slash[..., :LAST_DISTANCES] = most
-        return self.of_mass(x, vertical, slash)
+        return self.from_mass(x, vertical, slash)
 
 
 scorer = MInference

@@ -32,9 +32,9 @@ class VerticalSlash(UntrainedScorer):
     last_queries: int = 64
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        return self.of_mass(x, *pattern_mass(x, self.last_queries, self.block_size))
+        return self.from_mass(x, *pattern_mass(x, self.last_queries, self.block_size))
 
-    def of_mass(self, x: LayerInputs, vertical: Tensor, slash: Tensor) -> Tensor:
+    def from_mass(self, x: LayerInputs, vertical: Tensor, slash: Tensor) -> Tensor:
         """Returns the block scores by the mass of verticals and slashes, see :func:`pattern_mass`."""
         columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
         return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * self.visible(x))
