@@ -24,7 +24,6 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.compared import Compared
     from msattn.trainer.evaluate.job import Job
-    from msattn.trainer.evaluate.report.compare import Comparison
     from msattn.trainer.models.loading import Loaded
 
 
@@ -79,7 +78,11 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     with locked(folder), replace_folder(folder, keep=keep) as draft:
         figures = report.write(draft, rows, about, comparison)
     kept.remove()
-    _print_results(rows, found.notes, comparison, folder / "report.html")
+    console = _print_tables(rows, found.notes)
+    if comparison:
+        compare.show(comparison, console)
+    verdict.show(rows, console)
+    console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
     with Tracker.of_job(cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True) as tracker:
         for artifact in found.read:
             tracker.use_artifact(artifact)
@@ -98,14 +101,6 @@ def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
             yield [replace(row, extra=row.extra | {"device": device}) for row in task_module(task).run(job)]
     if device == "cpu" and any(record(task).timed for task in tasks):
         job.methods.notes.append(CPU_NOTE)
-
-
-def _print_results(rows: list[EvalRow], notes: list[str], comparison: "Comparison | None", report: Path) -> None:
-    console = _print_tables(rows, notes)
-    if comparison:
-        compare.show(comparison, console)
-    verdict.show(rows, console)
-    console.print(f"Report: [bold]{report}[/bold]", soft_wrap=True)
 
 
 def _print_tables(rows: list[EvalRow], notes: list[str]) -> Console:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate.report.tables import filled, with_columns
+from msattn.trainer.evaluate.report.tables import columns_of, filled, with_columns
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
@@ -98,8 +98,7 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
 
 
 def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
-    lines = [each.cells() for each in rows]
-    return {name: [line[name] for line in lines] for name in lines[0]} if lines else {}
+    return columns_of([each.cells() for each in rows])
 
 
 def show(comparison: Comparison, console: Console) -> None:

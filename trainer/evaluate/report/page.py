@@ -15,8 +15,8 @@ from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.compare import Comparison, scores
 from msattn.trainer.evaluate.report.context import CPU_NOTE
 from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, phone_path
-from msattn.trainer.evaluate.report.tables import caption, table
-from msattn.trainer.evaluate.report.verdict import columns, sentences, verdict
+from msattn.trainer.evaluate.report.tables import caption, columns_of, table
+from msattn.trainer.evaluate.report.verdict import sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
 
 FOLDER = Path(__file__).parent
@@ -46,7 +46,7 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
         on_cpu=about["machine"]["device"] == "cpu",
         cpu_note=CPU_NOTE,
         notes=[note for note in about["notes"] if note != CPU_NOTE],  # that one stands beside the times
-        verdict=columns(lines) if lines else {},
+        verdict=columns_of([line.cells for line in lines]),
         said=sentences(rows, lines),
         figures={name: _drawings(path) for name, path in figures.items()},
         captions=yaml.safe_load((FOLDER / "captions.yaml").read_text(encoding="utf-8")),

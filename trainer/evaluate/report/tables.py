@@ -1,6 +1,6 @@
 """Tables of rows: cells for terminal and page, the layout for the terminal, where no number is cut, and a leaderboard."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -31,6 +31,11 @@ COMMON_COLUMNS = {
 }
 PADDING = 3  # characters between two columns; the two edges have a space each, together one less
 TEXT_WIDTH = 14  # characters of a column of text, whose longer cells wrap before columns go
+
+
+def columns_of(lines: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Returns ``{header: cells}`` of lines with the same headers."""
+    return {name: [line[name] for line in lines] for name in lines[0]} if lines else {}
 
 
 def caption(rows: list[EvalRow]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.style import longest
-from msattn.trainer.evaluate.report.tables import filled
+from msattn.trainer.evaluate.report.tables import columns_of, filled
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Quality, record
 
@@ -42,10 +42,6 @@ def verdict(rows: Sequence[EvalRow]) -> list[Line]:
     return lines
 
 
-def columns(lines: Sequence[Line]) -> dict[str, list[str]]:
-    return {name: [line.cells[name] for line in lines] for name in lines[0].cells}
-
-
 def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     """Returns a sentence on the outcomes, and one for each task that judges nothing, because dense attention scores 0."""
     verbs = {1: "wins on", -1: "loses on", 0: "ties (the interval includes 0) on"}
@@ -63,7 +59,7 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
 def show(rows: Sequence[EvalRow], console: Console) -> None:
     lines = verdict(rows)
     if lines:
-        table = filled("Verdict", columns(lines), TEXT_COLUMNS)
+        table = filled("Verdict", columns_of([line.cells for line in lines]), TEXT_COLUMNS)
         table.leading = 1
         console.print(table)
     for sentence in sentences(rows, lines):
