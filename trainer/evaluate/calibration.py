@@ -1,7 +1,6 @@
 """Measurements on training text that compared methods need: thresholds, spans, numbers of probes for a share of the keys."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -154,7 +153,7 @@ class _Kept:
 
     def array(self, what: str, identity: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the array of ``make``, or the one that was kept for the same ``identity``, model and text."""
-        known = json.loads(json.dumps(self._depends_on | {"what": what, "identity": identity}))
+        known = self._depends_on | {"what": what, "identity": identity}
         return cached(self.folder, what, lambda: known, make, quiet=True, however_short=True)
 
     def scorer(self, method: ComparedSelection) -> Scorer:

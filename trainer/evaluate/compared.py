@@ -177,20 +177,17 @@ class Compared:
         routings = [replace(each, independent=independent) for each in self.bucket_routings for independent in kinds]
         return replace(self, bucket_routings=routings)
 
+    def prefill_cases(self, model: PreTrainedModel, sparsities: list[float]) -> list[MethodSetting]:
+        """Returns dense attention, and the cases of each block selection."""
+        sparse = [case for selection in self.block_selections for case in selection.cases(model, sparsities)]
+        return [MethodSetting(DENSE, Setting(), nullcontext), *sparse]
+
     def cases(
-        self,
-        model: PreTrainedModel,
-        sparsities: list[float],
-        probes: list[int] | None = None,
-        keys: Sequence[float] = (),
+        self, model: PreTrainedModel, sparsities: list[float], probes: list[int] | None = None, keys: Sequence[float] = ()
     ) -> list[MethodSetting]:
-        """Returns dense attention, and the cases of each block selection and of each routing."""
-        found = [MethodSetting(DENSE, Setting(), nullcontext)]
-        for selection in self.block_selections:
-            found += selection.cases(model, sparsities)
-        for routing in self.bucket_routings:
-            found += routing.cases(model, probes, keys)
-        return found
+        """Returns the prefill cases, and the cases of each routing."""
+        routed = [case for routing in self.bucket_routings for case in routing.cases(model, probes, keys)]
+        return [*self.prefill_cases(model, sparsities), *routed]
 
 
 def find_compared(cfg: EvalRunConfig, loaded: Loaded) -> Compared:

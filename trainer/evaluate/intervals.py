@@ -1,7 +1,7 @@
 """95 % confidence intervals."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev, variance
 
 Z = 1.959963985  # 97.5 % quantile of the normal distribution
@@ -42,6 +42,15 @@ def stratified_interval(groups: Sequence[Sequence[float]]) -> Interval | None:
     center = fmean(map(fmean, groups))
     half = Z * math.sqrt(sum(variance(group) / len(group) for group in groups)) / len(groups)
     return center - half, center + half
+
+
+def paired_means(groups: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> tuple[float, Interval | None]:
+    """Returns the mean over groups of the mean differences of values of the same samples, and its interval.
+
+    Most of the spread of the samples cancels in the differences.
+    """
+    pairs = [[a - b for a, b in zip(values, others[name], strict=True)] for name, values in groups.items()]
+    return fmean(map(fmean, pairs)), stratified_interval(pairs)
 
 
 def wilson(successes: int, trials: int) -> Interval:

@@ -67,11 +67,12 @@ class PartialRows:
 class Measurement(NamedTuple):
     """A part of a task, and the key under which its rows are kept (None: it is measured in every run).
 
-    ``measure`` returns the rows; it gets a function to call after each of ``steps``, and the rows of the parts before.
+    ``measure`` returns the rows; it gets a function to call after each of ``steps``, and the first row of the plan, that of
+    dense attention (None: this is its part).
     """
 
     key: tuple[Any, ...] | None
-    measure: Callable[[Callable[[], None], list[EvalRow]], list[EvalRow]]
+    measure: Callable[[Callable[[], None], EvalRow | None], list[EvalRow]]
     steps: int
 
 
@@ -97,7 +98,7 @@ class Job:
         done: list[EvalRow] = []
         for each, rows in zip(plan, found, strict=True):
             if rows is None:
-                rows = each.measure(advance, done)
+                rows = each.measure(advance, done[0] if done else None)
                 if each.key is not None:
                     self.kept.add(rows, *each.key)
             done += rows

@@ -100,7 +100,9 @@ def test_break_even() -> None:
 
 
 def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
-    run = LatencyRun(seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, selection_s=0.2, attention_s=0.5, timed_s=4.0)
+    run = LatencyRun(
+        seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, parts={"selection": 0.2, "attention": 0.5}, timed_s=4.0
+    )
     sparse = MethodSetting("gate", Setting("sparsity", 0.9), nullcontext)
     row = latency.as_row(sparse, 1024, run, {"cuDNN": 3.0, "flash": 8.0})
     assert (row.score, row.ratio_to_dense, row.samples) == (2.0, 2 / 3, 3)

@@ -57,7 +57,7 @@ def test_samples_contain_the_needle_once(loaded: Loaded, samples: Samples, tmp_p
     assert torch.equal(samples.ids, again.ids)
     assert samples.ids.shape == (4, 192)
     assert samples.depths == [0.0, 0.0, 0.5, 0.5]
-    for ids, answers in zip(samples.ids, samples.answers, strict=True):
+    for ids, answers in zip(samples.ids, (prompt.answer_tokens for prompt in samples.prompts), strict=True):
         answer = str(loaded.tokenizer.decode(ids[-answers:])).strip()
         assert answer.isdigit()
         assert len(answer) == 5
@@ -73,7 +73,7 @@ def test_samples_contain_the_needle_once(loaded: Loaded, samples: Samples, tmp_p
 
 def test_white_space_before_the_number_is_not_judged(loaded: Loaded, samples: Samples) -> None:
     """It does not depend on the needle. This tokenizer makes it a token of its own, as those that split numbers into digits."""
-    assert samples.judged == [count - 1 for count in samples.answers]
+    assert samples.judged == [prompt.answer_tokens - 1 for prompt in samples.prompts]
     ((rows, tokens),) = samples.prefills()
     assert rows == [0, 1, 2, 3]
     assert all(str(loaded.tokenizer.decode(ids[tokens : tokens + 1])).strip().isdigit() for ids in samples.ids)

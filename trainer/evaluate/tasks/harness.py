@@ -6,9 +6,7 @@ Dense attention and every method answer the same samples, one at a time.
 import logging
 import os
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from functools import partialmethod
-from io import StringIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -136,30 +134,13 @@ def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool)
     asked.task.set_fewshot_seed(seed=cfg.seed)  # each method gets the same examples
     return evaluate(
         model,
-        {"tasks": {asked.name: QuietTask(asked.task)}},
+        {"tasks": {asked.name: asked.task}},
         samples={asked.name: asked.samples},
         bootstrap_iters=0,
         log_samples=True,
         apply_chat_template=chat,
         fewshot_as_multiturn=chat,  # lm_eval's own default
     )
-
-
-class QuietTask:
-    """An lm_eval task that generates its prompts without a progress bar, which no argument turns off.
-
-    Everything else is passed on to the task. Meanwhile stderr is silent; errors are raised.
-    """
-
-    def __init__(self, task: Any) -> None:
-        self.task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def build_all_requests(self, **options: Any) -> None:
-        with redirect_stderr(StringIO()):
-            self.task.build_all_requests(**options)
 
 
 def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str, str, float]:

@@ -4,7 +4,9 @@ import logging
 import random
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,6 +120,16 @@ def _metadata(cfg: EvalRunConfig, tokenizer: str) -> Iterator[tuple[list[str], l
         yield one_length, [length], shared | {"max_seq_lengths": f"{length // 1024}k"}
 
 
+def _without_progress_bar(build: Callable[..., None]) -> Callable[..., None]:
+    """Returns lm_eval's function that makes the prompts of a task with stderr silent: no argument turns its bar off."""
+
+    def quiet(**options: Any) -> None:
+        with redirect_stderr(StringIO()):
+            build(**options)
+
+    return quiet
+
+
 def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> list[TaskSamples]:
     """Returns the first ``eval.harness.limit`` samples of each length."""
     given = f"eval.harness.tasks={name}"
@@ -127,6 +139,7 @@ def _by_length(cfg: EvalRunConfig, name: str, task: Any, lengths: list[int]) -> 
         raise UserError(f"{given}: the task has images or sound; expected a text task")
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
+    task.build_all_requests = _without_progress_bar(task.build_all_requests)
     bounds = cfg.eval.harness.bins
     groups: dict[tuple[int | None, int | None], list[int]] = {}
     with load_failures(given, PARQUET):

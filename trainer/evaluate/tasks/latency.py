@@ -56,14 +56,13 @@ WHOLE_PROMPT = Situation()
 class LatencyRun:
     """Measurements of prompts of one length: seconds of each, peak MiB, and the parts of one more.
 
-    Parts are the seconds of selection and of attention. That prompt takes ``timed_s``: no CUDA graph is timed in parts.
+    ``parts`` are the seconds of selection and attention. That prompt takes ``timed_s``: no CUDA graph is timed in parts.
     """
 
     seconds: list[float]
     peak_mb: float
     sparsity: float | None
-    selection_s: float
-    attention_s: float
+    parts: dict[str, float]
     timed_s: float
 
     @property
@@ -170,8 +169,8 @@ def measure(
     with attached(measure_time=True) as running:
         with cost(model.device) as timed:
             first_token(model, new, cache, situation.chunk)
-        parts = {part: running.stats()[part] or 0.0 for part in ("selection_s", "attention_s")}
-    return LatencyRun(taken, max(peaks), read, **parts, timed_s=timed.seconds)
+        parts = {part: running.stats()[f"{part}_s"] or 0.0 for part in ("selection", "attention")}
+    return LatencyRun(taken, max(peaks), read, parts, timed.seconds)
 
 
 def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cache | None = None) -> Cache | None:
@@ -189,22 +188,17 @@ def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cach
 
 def as_row(case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
     """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
-    seconds = done.median_s
-    parts = {"selection": done.selection_s, "attention": done.attention_s}
-    extra: dict[str, Any] = {"length": length, "situation": situation, **{f"{part}_s": value for part, value in parts.items()}}
-    extra |= {f"{part}_share": value / done.timed_s for part, value in parts.items()}
+    seconds, setting = done.median_s, replace(case.setting, situation=situation)
+    extra: dict[str, Any] = {"length": length, "situation": situation}
+    extra |= {f"{part}_s": value for part, value in done.parts.items()}
+    extra |= {f"{part}_share": value / done.timed_s for part, value in done.parts.items()}
     extra |= {f"times_{name}": value / seconds for name, value in dense.items()}
-    read = {"sparsity": done.sparsity, "selectivity": None if done.sparsity is None else 1 - done.sparsity}
-    fields: dict[str, Any] = {
-        **read,
-        "ratio_to_dense": seconds / min(dense.values()) if dense else None,
-        "latency_s": seconds,
-        "peak_memory_mb": done.peak_mb,
-        "samples": len(done.seconds),
-        "extra": extra,
-    }
-    setting = replace(case.setting, situation=situation)
-    return EvalRow("latency", case.method, setting, seconds, "seconds to the first token", **fields)
+    return EvalRow(
+        "latency", case.method, setting, seconds, "seconds to the first token",
+        ratio_to_dense=seconds / min(dense.values()) if dense else None,
+        sparsity=done.sparsity, selectivity=None if done.sparsity is None else 1 - done.sparsity,
+        latency_s=seconds, peak_memory_mb=done.peak_mb, samples=len(done.seconds), extra=extra,
+    )  # fmt: skip
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:

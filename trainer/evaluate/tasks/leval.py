@@ -20,7 +20,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
 from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, MethodSetting
-from msattn.trainer.evaluate.intervals import stratified_interval, wilson
+from msattn.trainer.evaluate.intervals import paired_means, stratified_interval, wilson
 from msattn.trainer.evaluate.job import Job, Measurement
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, TOKENS, Difference, Quality, Task
@@ -82,28 +82,27 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     cfg, settings, loaded = job.cfg, job.cfg.eval.leval, job.loaded
     asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
 
-    def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, done: list[EvalRow]) -> EvalRow:
+    def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, dense: EvalRow | None) -> EvalRow:
         scores = answer_scores(loaded, settings.max_new_tokens, asked, case) if settings.answers else None
-        return as_row(case, asked, found, scores, spent, length, done[0] if done else None)
+        return as_row(case, asked, found, scores, spent, length, dense)
 
-    def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
-        return [row(*prefilled(loaded, asked, case, advance), case, done)]
+    def read(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
+        return [row(*prefilled(loaded, asked, case, advance), case, dense)]
 
     def decode(
-        method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, cases: list[MethodSetting], advance: Callable[[], None], dense: EvalRow | None
     ) -> list[EvalRow]:
-        results = decoded(loaded, asked, method, plan, advance)
-        return [row(*result, case, done) for case, result in zip(plan, results, strict=True)]
+        results = decoded(loaded, asked, method, cases, advance)
+        return [row(*result, case, dense) for case, result in zip(cases, results, strict=True)]
 
-    blocks, routings = replace(job.methods, bucket_routings=[]), job.methods.bucket_routings
     plan = [
         Measurement(("leval", length, case.method, case.setting), partial(read, case), len(asked))
-        for case in blocks.cases(loaded.model, settings.sparsities)
+        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
     ]
-    for method in routings:
-        settings_of = method.cases(loaded.model, settings.probes, settings.keys)
-        key = "leval", length, method.method, *(case.setting for case in settings_of)
-        plan.append(Measurement(key, partial(decode, method, settings_of), len(asked)))
+    for method in job.methods.bucket_routings:
+        cases = method.cases(loaded.model, settings.probes, settings.keys)
+        key = "leval", length, method.method, *(case.setting for case in cases)
+        plan.append(Measurement(key, partial(decode, method, cases), len(asked)))
     return job.rows(f"L-Eval, {length} tokens", plan)
 
 
@@ -283,7 +282,7 @@ def as_row(
     """
     logs = _by_task(asked, [each.log_mean for each in found])
     log_mean, spread = fmean(map(fmean, logs.values())), stratified_interval(list(logs.values()))
-    rise, bounds = (0.0, (0.0, 0.0)) if dense is None else _paired(logs, dense.extra["logs"])
+    rise, bounds = (0.0, (0.0, 0.0)) if dense is None else paired_means(logs, dense.extra["logs"])
     choices = [each.right for each in found if each.right is not None]
     extra: dict[str, Any] = {
         "length": length,
@@ -309,15 +308,9 @@ def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[floa
     return found
 
 
-def _paired(one: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> Difference:
-    """Returns the mean difference of values of the same questions, and its interval."""
-    pairs = [[a - b for a, b in zip(values, other[task], strict=True)] for task, values in one.items()]
-    return fmean(map(fmean, pairs)), stratified_interval(pairs)
-
-
 def paired_likelihoods(one: EvalRow, other: EvalRow) -> Difference:
     """Returns the relative difference of two likelihoods of the same answers."""
-    rise, bounds = _paired(one.extra["logs"], other.extra["logs"])
+    rise, bounds = paired_means(one.extra["logs"], other.extra["logs"])
     return math.expm1(rise), bounds and (math.expm1(bounds[0]), math.expm1(bounds[1]))
 
 

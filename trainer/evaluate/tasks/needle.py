@@ -10,8 +10,8 @@ part of the prefill. All methods use the same samples.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,21 +52,18 @@ class Samples:
     depths: list[float]
     tokenizer: Any
 
-    @property
-    def answers(self) -> list[int]:
-        return [prompt.answer_tokens for prompt in self.prompts]
-
-    @property
+    @cached_property
     def judged(self) -> list[int]:
         """Numbers of last tokens that depend on the needle: of the answers without a token of white space that begins them."""
-        texts = [
-            [self.tokenizer.decode([id]) for id in ids[-n:].tolist()] for ids, n in zip(self.ids, self.answers, strict=True)
-        ]
-        return [len(tokens) - next((at for at, text in enumerate(tokens) if text.strip()), 0) for tokens in texts]
+        found = []
+        for ids, prompt in zip(self.ids, self.prompts, strict=True):
+            texts = [self.tokenizer.decode([id]) for id in ids[-prompt.answer_tokens :].tolist()]
+            found.append(len(texts) - next((at for at, text in enumerate(texts) if text.strip()), 0))
+        return found
 
     @property
     def longest(self) -> int:
-        return max(self.answers)
+        return max(prompt.answer_tokens for prompt in self.prompts)
 
     def batches(self) -> tuple[Tensor, ...]:
         return self.ids.split(max(1, BATCH_TOKENS // self.ids.shape[1]))
@@ -86,9 +83,9 @@ class Samples:
 
     def examples(self, predicted: Tensor) -> list[dict[str, Any]]:
         """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the same for every method."""
-        found, judged, decode, shown = self.found(predicted), self.judged, self.tokenizer.decode, []
+        found, decode, shown = self.found(predicted), self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
-            asked, last = self.prompts[i], judged[i]
+            asked, last = self.prompts[i], self.judged[i]
             prompt, expected = decode(self.ids[i, :-last], skip_special_tokens=True), decode(self.ids[i, -last:])
             given = {"expected": expected, "answer": decode(predicted[i, -last:]), "correct": found[i]}
             shown.append({"prompt": excerpt(prompt, asked.statement, asked.question), **given})
@@ -115,20 +112,20 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
     loaded, cfg, length = job.loaded, job.cfg, samples.ids.shape[1]
     settings = cfg.eval.needle
 
-    def read(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
+    def read(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
         with case.attach() as sparse:
             result = prefill_samples(loaded, samples, advance, sparse)
-        return [as_row(case, samples, result, done[0] if done else None, cfg)]
+        return [as_row(case, samples, result, dense, cfg)]
 
     def decode(
-        method: ComparedRouting, asked: list[MethodSetting], advance: Callable[[], None], done: list[EvalRow]
+        method: ComparedRouting, asked: list[MethodSetting], advance: Callable[[], None], dense: EvalRow | None
     ) -> list[EvalRow]:
         results = decode_samples(loaded, samples, method, asked, advance)
-        return [as_row(case, samples, result, done[0], cfg) for case, result in zip(asked, results, strict=True)]
+        return [as_row(case, samples, result, dense, cfg) for case, result in zip(asked, results, strict=True)]
 
     plan = [
         Measurement(("needle", length, case.method, case.setting), partial(read, case), len(samples.prefills()))
-        for case in replace(job.methods, bucket_routings=[]).cases(loaded.model, settings.sparsities)
+        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
     ]
     for number, method in enumerate(job.methods.with_independent(settings.independent).bucket_routings):
         every = method.cases(loaded.model, settings.probes, settings.keys)
@@ -150,7 +147,7 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: np.ndarray, length:
     settings = cfg.eval.needle
     opening, reply = around_prompt(tokenizer, cfg.chat)
     crop = crop_from(tokens)
-    prompts, depths = [], []
+    prompts = []
     for number, depth in enumerate(settings.depths):
         for sample in range(settings.samples):
             rng = np.random.default_rng((cfg.seed, length, number, sample))
@@ -162,10 +159,10 @@ def make_samples(cfg: EvalRunConfig, tokenizer: Any, tokens: np.ndarray, length:
             except ValueError as error:
                 raise UserError(f"eval.needle.lengths={length}: {error}") from error
             prompts.append(prompt)
-            depths.append(depth)
     asked = max(prompt.question_tokens + prompt.answer_tokens for prompt in prompts)
     decoded = max(prompt.answer_tokens for prompt in prompts) + 1 if settings.question == "dense" else asked
     ids = torch.stack([torch.tensor([*opening, *prompt.ids]) for prompt in prompts])
+    depths = [depth for depth in settings.depths for _ in range(settings.samples)]
     return Samples(ids, prompts, decoded, depths, tokenizer)
 
 

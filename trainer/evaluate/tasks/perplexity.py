@@ -70,14 +70,14 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     runs: list[PerplexityRun] = []  # runs of dense attention
-    dense_case, *cases = replace(job.methods, bucket_routings=[]).cases(loaded.model, sparsities)
+    dense_case, *cases = job.methods.prefill_cases(loaded.model, sparsities)
 
-    def dense(advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
+    def dense(advance: Callable[[], None], _: EvalRow | None) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up
         runs.append(measure(loaded, texts, dense_case.attach(), advance, None))
         return [to_row(dense_case, runs[0], runs[0])]
 
-    def sparse(case: MethodSetting, advance: Callable[[], None], _: list[EvalRow]) -> list[EvalRow]:
+    def sparse(case: MethodSetting, advance: Callable[[], None], _: EvalRow | None) -> list[EvalRow]:
         with case.attach(measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:
                 prefill(loaded, ids)

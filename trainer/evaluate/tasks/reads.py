@@ -1,6 +1,5 @@
 """Data of the report's pictures: block maps of a prefill, and the keys that one decoded token reads."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.config import EvalRunConfig, SelectConfig
-from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
+from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.loading import Loaded
@@ -24,99 +24,70 @@ BINS = 128  # groups of neighbouring keys in the picture of a decoded token
 DIGITS = 5  # decimal places of stored shares
 
 
-@dataclass
-class PrefillReads:
-    """Block maps of three layers in one prefill: the true map, the scores of ``method`` and the blocks that it reads."""
-
-    method: ComparedSelection
-    setting: Setting
-    select: SelectConfig
-    maps: BlockMaps
-
-    def add(self, x: LayerInputs) -> None:
-        """Stores the maps of a layer if it is one of the three."""
-        if self.maps.shows(x.layer):
-            selection = self.method.selection(self.select)
-            size, scores = selection.block_size, selection.scorer(x)
-            visible = visible_blocks(x, size)
-            target = "mass" if selection.gate is None else selection.gate.cfg.target
-            self.maps.add(x.layer, visible, Oracle(size, target)(x), scores, selection.choose(scores, x) > 0)
-
-    def data(self) -> dict[str, Any]:
-        """Returns the maps as nested lists, with None for invisible blocks."""
-        heads = [
-            {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in maps]}
-            for (layer, head), maps in self.maps.maps.items()
-        ]
-        return {"method": self.method.method.label, "setting": str(self.setting), "heads": heads}
-
-
-@dataclass
-class DecodingReads:
-    """Keys that the newest token reads with ``probes`` buckets, in the layer and head with the most mass outside the window.
-
-    ``stored`` has shares of mass and of keys in up to ``BINS`` groups of neighbouring keys.
-    """
-
-    methods: list[ComparedRouting]
-    probes: int
-    far_mass: float = -1.0
-    stored: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, x: LayerInputs) -> None:
-        """Stores the reads of a layer if one of its heads has more mass outside the dense window than any head before."""
-        routings = [each for each in self.methods if x.layer in each.router.layers and x.layer not in each.dense_layers]
-        if not routings:
-            return
-        query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
-        logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
-        mass = x.capped(logits).softmax(-1).mean(1)  # [Hkv, M]
-        reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
-        reads |= {routing.method: _keys_of_newest(x, routing, self.probes) for routing in routings}
-        far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
-        if far > self.far_mass:
-            self.far_mass = float(far)
-            self.stored = {
-                "layer": x.layer,
-                "head": int(head),
-                "keys": x.num_keys,
-                "mass": _rounded(_bins(mass[head]).sum(-1)),
-                "reads": {method.label: _summary(read[head], mass[head]) for method, read in reads.items()},
-                "setting": str(Setting("probes", self.probes)),
-            }
-
-
 def collect(loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
     """Runs one prefill of a chunk and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
 
-    Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
+    Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity. Decoding shows the layer
+    with the most mass outside the dense window.
     """
-    config = loaded.model.config
+    config, routings = loaded.model.config, methods.bucket_routings
+    maps = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
     shown = [each for each in methods.block_selections if each.gate] or [
         each for each in methods.block_selections if each.method.is_served and each.method != Random.method
     ]
-    maps = decoded = None
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
-    if settings:
-        setting, select = settings[-1]
-        blocks = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
-        maps = PrefillReads(shown[0], setting, select, blocks)
-    if methods.bucket_routings:
-        buckets = min(routing.router.num_buckets for routing in methods.bucket_routings)
-        decoded = DecodingReads(methods.bucket_routings, min(methods.bucket_routings[0].probes, buckets))
+    probes = min(routings[0].probes, *(each.router.num_buckets for each in routings)) if routings else 0
+    most, decoded = -1.0, {}
 
     def add(x: LayerInputs) -> None:
-        for part in (maps, decoded):
-            if part:
-                part.add(x)
+        nonlocal most, decoded
+        if settings and maps.shows(x.layer):
+            _add_maps(maps, x, shown[0].selection(settings[-1][1]))
+        if routed := [each for each in routings if x.layer in each.router.layers and x.layer not in each.dense_layers]:
+            far, reads = _reads_of_newest(x, routed, probes)
+            if far > most:
+                most, decoded = far, reads
 
     visit_layers(loaded.model, add, [chunk])
     found: dict[Method, dict[str, Any]] = {}
-    if maps:
-        found[maps.method.method] = {"maps": maps.data()}
-    if decoded and decoded.stored:
-        found[methods.bucket_routings[0].method] = {"decoded": decoded.stored}
+    if settings:
+        heads = [
+            {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in of_head]}
+            for (layer, head), of_head in maps.maps.items()
+        ]
+        found[shown[0].method] = {"maps": {"method": shown[0].method.label, "setting": str(settings[-1][0]), "heads": heads}}
+    if decoded:
+        found[routings[0].method] = {"decoded": decoded}
     return found
+
+
+def _add_maps(maps: BlockMaps, x: LayerInputs, selection: Selection) -> None:
+    """Adds the true block map of a layer, the scores of a selection and the blocks that it reads."""
+    size, scores = selection.block_size, selection.scorer(x)
+    visible = visible_blocks(x, size)
+    target = "mass" if selection.gate is None else selection.gate.cfg.target
+    maps.add(x.layer, visible, Oracle(size, target)(x), scores, selection.choose(scores, x) > 0)
+
+
+def _reads_of_newest(x: LayerInputs, routings: list[ComparedRouting], probes: int) -> tuple[float, dict[str, Any]]:
+    """Returns what the newest token reads with ``probes`` buckets, in the head with the most mass outside the window.
+
+    The first number is this mass. Shares of mass and of keys are those of up to ``BINS`` groups of neighbouring keys.
+    """
+    query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
+    logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
+    mass = x.capped(logits).softmax(-1).mean(1)  # [Hkv, M]
+    reads = {WINDOW: _keys_of_newest(x, routings[0], 0)}
+    reads |= {routing.method: _keys_of_newest(x, routing, probes) for routing in routings}
+    far, head = (mass * ~reads[WINDOW]).sum(-1).max(0)
+    return float(far), {
+        "layer": x.layer,
+        "head": int(head),
+        "keys": x.num_keys,
+        "mass": _rounded(_bins(mass[head]).sum(-1)),
+        "reads": {method.label: _summary(read[head], mass[head]) for method, read in reads.items()},
+        "setting": str(Setting("probes", probes)),
+    }
 
 
 def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: ComparedRouting) -> Tensor:

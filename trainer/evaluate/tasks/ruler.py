@@ -22,7 +22,7 @@ from msattn.trainer.data.chunking import encode_texts
 from msattn.trainer.data.tasks import ruler
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, MethodSetting
-from msattn.trainer.evaluate.intervals import Interval, stratified_interval, within
+from msattn.trainer.evaluate.intervals import paired_means, stratified_interval, within
 from msattn.trainer.evaluate.job import Job, Measurement, haystack
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
@@ -49,9 +49,8 @@ def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
         for sample in drawn
     ]
 
-    def measure(case: MethodSetting, advance: Callable[[], None], done: list[EvalRow]) -> list[EvalRow]:
-        answers = answer(loaded, questions, case, advance, settings.batch_tokens)
-        return [as_row(case, samples, answers, length, done[0] if done else None)]
+    def measure(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
+        return [as_row(case, samples, answer(loaded, questions, case, advance, settings.batch_tokens), length, dense)]
 
     plan = [
         Measurement(("ruler", length, case.method, case.setting), partial(measure, case), len(questions))
@@ -135,7 +134,7 @@ def as_row(
     by_task = {name: fmean(each) for name, each in scores.items()}
     score, interval = fmean(by_task.values()), within(stratified_interval(list(scores.values())))
     dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
-    rise = _rise(scores, dense_scores)
+    _, rise = paired_means(scores, dense_scores)
     extra = {
         "length": length,
         "latency_of": "a prompt and its answer, in batches",
@@ -166,12 +165,7 @@ def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> li
 
 def paired_scores(one: EvalRow, other: EvalRow) -> Difference:
     """Returns the difference of two averages over the tasks of RULER, of the same prompts."""
-    return one.score - other.score, _rise(one.extra["scores"], other.extra["scores"])
-
-
-def _rise(scores: dict[str, list[float]], others: dict[str, list[float]]) -> Interval | None:
-    """Returns the interval of the difference, from paired differences: most of the spread of the same prompts cancels."""
-    return stratified_interval([[a - b for a, b in zip(own, others[name], strict=True)] for name, own in scores.items()])
+    return paired_means(one.extra["scores"], other.extra["scores"])
 
 
 TASK = Task(
