@@ -7,7 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from msattn.trainer import data
+from rich.console import Console
+
+from msattn.trainer import data, models
 from msattn.trainer.config import (
     DataConfig,
     DecodingConfig,
@@ -22,7 +24,7 @@ from msattn.trainer.config import (
     SelectConfig,
     TrackerConfig,
 )
-from msattn.trainer.evaluate.compared import Compared
+from msattn.trainer.evaluate.compared import Compared, find_compared
 from msattn.trainer.evaluate.job import Job, PartialRows
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.models.loading import Loaded
@@ -73,6 +75,20 @@ def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[L
     """Calls ``measure(x)`` with the inputs of each layer of a prefill of 160 held-out tokens."""
     chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=1)
     visit_layers(loaded.model, measure, [chunks[0]])
+
+
+def loaded_and_found(cfg: EvalRunConfig) -> tuple[Loaded, Compared]:
+    """The model of a configuration, and the methods that its evaluation compares."""
+    loaded = models.load(cfg.model, device="cpu")
+    return loaded, find_compared(cfg, loaded)
+
+
+def terminal(show: Callable[[Console], None]) -> str:
+    """What ``show`` prints on a terminal of 80 columns."""
+    with open("/dev/null", "w") as nowhere:
+        console = Console(width=80, record=True, file=nowhere)
+        show(console)
+        return console.export_text()
 
 
 def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]]:

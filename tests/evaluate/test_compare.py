@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report import compare
@@ -16,6 +16,7 @@ from msattn.trainer.evaluate.report.page import page
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.storage.documents import finite
 from tests.evaluate.named import named
+from tests.evaluate.runs import terminal
 
 
 def needle(method: str, score: float) -> EvalRow:
@@ -50,9 +51,7 @@ def test_scores_and_differing_settings(earlier: str) -> None:
         ["needle, 96", "dense", "", "100.0%", "100.0%", "+0.0 points"],
         ["needle, 96", "gate", "sparsity 0.9", "90.0%", "50.0%", "+40.0 points"],
     ]
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    compare.show(found, console)
-    shown = console.export_text()
+    shown = terminal(partial(compare.show, found))
     assert "+40.0 points" in shown
     assert "seed: 2 here, 1 there" in shown
     text = page(ROWS, asdict(about(2)), {}, found)

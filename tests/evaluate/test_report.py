@@ -5,13 +5,13 @@ import json
 import mmap
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from msattn.trainer.config import RULER_TASKS
 from msattn.trainer.evaluate.intervals import mean_interval, stratified_interval, student_t, wilson
@@ -23,6 +23,7 @@ from msattn.trainer.evaluate.report.tables import leaderboard
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.evaluate.tasks.timing import cost
 from tests.evaluate.named import named
+from tests.evaluate.runs import terminal
 
 TWO_PROBES = Setting("probes", 2)
 
@@ -128,12 +129,9 @@ def test_wilson_against_published_values() -> None:
         wilson(3, 2)
 
 
-def test_student_t_against_tables() -> None:
+def test_mean_intervals_use_students_t() -> None:
     for degrees, exact in ((1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423)):
         assert student_t(degrees) == pytest.approx(exact, rel=0.01)
-
-
-def test_mean_interval() -> None:
     low, high = mean_interval([1.0, 2.0, 3.0, 4.0]) or (0.0, 0.0)
     assert (low + high) / 2 == pytest.approx(2.5)
     assert high - low == pytest.approx(2 * 3.1824 * 1.29099 / 2, rel=0.01)
@@ -217,12 +215,10 @@ def test_answers_are_escaped_and_marked(rows: list[EvalRow], about: report.Conte
     assert "<script>alert" not in text
     assert "The number of &lt;b&gt;it&lt;/b&gt; is <mark>42</mark>." in text
     assert "✓ 42" in text
-
-
-def test_an_expected_answer_is_marked_in_the_text_and_not_in_its_escapes(about: report.Context) -> None:
     own = {"prompt": "What's 20 & 7? It is 2", "expected": "2", "answer": "2", "correct": True}
     row = EvalRow("prompts", named("dense"), Setting(), 1.0, "answers", extra={"examples": [own]})
-    assert "What&#39;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in page([row], asdict(about), {})
+    text = page([row], asdict(about), {})
+    assert "What&#39;s <mark>2</mark>0 &amp; 7? It is <mark>2</mark>" in text, "marked in the text, not in its escapes"
 
 
 def speed_rows() -> list[EvalRow]:
@@ -297,9 +293,7 @@ def test_a_terminal_of_80_columns_cuts_no_number(rows: list[EvalRow]) -> None:
         for task, score in (("ruler", 0.345), ("throughput", 1234.5)):
             long.append(EvalRow(task, named(name), both, score, "score", interval=(0.3, 0.4), **figures))
     long += [replace(row, task="documents", method=row.method.of("calibrated", source="embedded")) for row in long[:3]]
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    tables.show(long, [], console)
-    text = console.export_text()
+    text = terminal(partial(tables.show, long, []))
     assert "…" not in text
     for number in ("131,072", "123.45 s", "34.5%", "0.912", "0.0123", "1.0300", "1234", "1760"):
         assert number in text

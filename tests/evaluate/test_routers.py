@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.evaluate import ROUTERS
-from msattn.trainer.evaluate import calibration, compared
+from msattn.trainer.evaluate import calibration
 from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.tasks import recall
 from msattn.trainer.models.tap import LayerInputs
-from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
+from tests.evaluate.runs import config, loaded_and_found, measured_on_a_chunk, rows_of
 
 PRESET_BUCKETS = 8
-PARTIAL = ("LSH", "Twilight")  # read no more than the keys that collide, or that hold most of the attention
 
 
 def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
@@ -32,8 +30,7 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
     cfg = routed_config(tmp_path, text, routers=["quest", "window"])
     sizes = replace(cfg.eval.recall, num_chunks=1, probes=[3])
     cfg = replace(cfg, eval=replace(cfg.eval, recall=sizes))
-    loaded = models.load(cfg.model, device="cpu")
-    found = compared.find_compared(cfg, loaded)
+    loaded, found = loaded_and_found(cfg)
     rows = {str(row.method): row for row in rows_of(recall, loaded, cfg, found)}
     recent, sink = found.bucket_routings[0].recent, found.bucket_routings[0].sink
     expected: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
@@ -60,34 +57,19 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
         assert rows[name].selectivity == pytest.approx(sum(shares[name]) / len(shares[name]), rel=1e-4)
 
 
-def test_key_shares_choose_the_numbers_of_probes(tmp_path: Path, text: str) -> None:
-    cfg = routed_config(tmp_path, text, key_shares=[0.01, 0.3, 1.0])
-    loaded = models.load(cfg.model, device="cpu")
-    before = compared.find_compared(cfg, loaded)
-    found = match_key_shares(before, cfg, loaded)
-    for routing in found.bucket_routings:
-        settings, counts = zip(*routing.settings([0, 7]), strict=True)
-        labels = (*map(str, settings),)
-        assert labels[:2] == ("0 probes", "about 30 % of keys")
-        every = () if str(routing.method) in PARTIAL else ("about 100 % of keys",)
-        assert labels[2:] == every
-        assert sorted({0, *counts}) == list(counts)
-        assert counts[-1] <= PRESET_BUCKETS
-    without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
-    assert match_key_shares(before, without, loaded) is before
-
-
 def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
     tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = routed_config(tmp_path, text, routers=["lsh"], key_shares=[0.02, 0.05, 0.1])
-    loaded = models.load(cfg.model, device="cpu")
+    loaded, before = loaded_and_found(cfg)
     curve = torch.tensor([0.01, 0.014, 0.062, 0.09, 0.5])
     monkeypatch.setattr(calibration, "measure_curves", lambda *_: [curve])
-    found = match_key_shares(compared.find_compared(cfg, loaded), cfg, loaded)
+    found = match_key_shares(before, cfg, loaded)
     assert found.bucket_routings[0].by_share == {0.05: 2, 0.1: 3}
     assert found.notes[-1:] == [
         "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 (reads 0.062), "
         "3 for 0.1 (reads 0.09); not measured: 0.02"
     ]
+    without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
+    assert match_key_shares(before, without, loaded) is before
     assert (1 + calibration.FARTHEST) / (1 - calibration.FARTHEST) < 2, "no number stands for a share and for its double"

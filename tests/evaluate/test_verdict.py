@@ -1,13 +1,13 @@
 """The verdict's table and sentence, for evaluations with and without trained methods."""
 
+from functools import partial
 from typing import Any
-
-from rich.console import Console
 
 from msattn.trainer.evaluate.report.verdict import sentences, show, verdict
 from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
 from msattn.trainer.methods.base import Method
 from tests.evaluate.named import named
+from tests.evaluate.runs import terminal
 
 
 def row(task: str, method: str | Method, setting: str, score: float, keys: float, **others: Any) -> EvalRow:
@@ -61,9 +61,7 @@ def test_the_best_methods_of_both_kinds_and_ties() -> None:
     assert [line.outcome for line in lines] == [1, 0, 1]
     (sentence,) = sentences([], lines)
     assert "wins on perplexity above dense (prefill) and needles found (decoding); ties (" in sentence
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(PREFILL + DECODING, console)
-    text = console.export_text()
+    text = terminal(partial(show, PREFILL + DECODING))
     assert "…" not in text
     assert all(number in text for number in ("+3.4%", "-3.9%", "-6.3% to -1.5%", "100.0%", "-19.6% to +36.2%"))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.config import AnalysisConfig, DataConfig, EvalConfig, EvalRunConfig, ModelConfig, SelectConfig
+from msattn.trainer.config import AnalysisConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.row import WINDOW
@@ -23,6 +24,7 @@ from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.tap import LayerInputs
+from tests.evaluate.runs import config
 from tests.factory import random_partition
 from tests.running import succeed
 
@@ -256,12 +258,6 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
     ],
 )
 def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
-    cfg = EvalRunConfig(
-        model=ModelConfig(name="tiny", path="embedded"),
-        data=DataConfig(source="stdlib"),
-        select=SelectConfig(),
-        recent=1024,
-        eval=EvalConfig(tasks=["analysis"], analysis=AnalysisConfig(**changes)),
-    )
+    cfg = replace(config(Path("unused"), "unused", analysis=AnalysisConfig(**changes)), recent=1024)
     with pytest.raises(UserError, match=message):
         task.check_sizes(cfg, models.load(cfg.model, device="cpu"), Compared([], []))

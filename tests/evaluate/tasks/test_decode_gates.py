@@ -12,19 +12,18 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer import models
 from msattn.trainer.commands import answers
 from msattn.trainer.commands.compose import compose
-from msattn.trainer.config import ArtifactsConfig, EvalRunConfig, GateConfig
+from msattn.trainer.config import ArtifactsConfig, GateConfig
 from msattn.trainer.config.evaluate import ROUTERS, DecodingConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.evaluate import calibration, compared
+from msattn.trainer.evaluate import calibration
 from msattn.trainer.evaluate.calibration import match_key_shares, share_curve
 from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.evaluate.tasks import decoding, needle, recall
 from msattn.trainer.evaluate.tasks.analysis.partitions import with_k_means
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.untrained import untrained_router
-from msattn.trainer.models.loading import Loaded
 from tests.evaluate.named import named
-from tests.evaluate.runs import config, measured_on_a_chunk, rows_of
+from tests.evaluate.runs import config, loaded_and_found, measured_on_a_chunk, rows_of
 from tests.sparse import save
 
 BLOCK = 16
@@ -43,11 +42,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     return outputs
 
 
-def found_methods(cfg: EvalRunConfig) -> tuple[Loaded, compared.Compared]:
-    loaded = models.load(cfg.model, device="cpu")
-    return loaded, compared.find_compared(cfg, loaded)
-
-
 @pytest.mark.slow
 def test_every_task_measures_every_router(trained: Path, text: str) -> None:
     sizes = config(trained, text).eval
@@ -60,7 +54,7 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
         needle=replace(sizes.needle, probes=[1], keys=[0.3], depths=[0.5], samples=1, question="dense"),
         decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
     )
-    loaded, found = found_methods(cfg)
+    loaded, found = loaded_and_found(cfg)
     calibration.calibrate_routers(found, cfg, loaded)
     assert any(note.startswith("decode gate: its artifact has no thresholds") for note in found.notes)
     assert not any("No decode_gate" in note for note in found.notes)
@@ -95,34 +89,35 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
 
 
 def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: str) -> None:
-    cfg = config(trained, text, routers=[], key_shares=[0.3, 1.0])
-    cfg = replace(cfg, dense_layers=[])
-    loaded, found = found_methods(cfg)
-    (routing,) = found.bucket_routings
+    cfg = replace(config(trained, text, routers=list(ROUTERS), key_shares=[0.01, 0.3, 1.0]), dense_layers=[])
+    loaded, found = loaded_and_found(cfg)
 
     def measure(x: Any) -> None:
         dense = maxpool_attention(x.q, x.k, x.v, scale=x.scale)
         positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, 32).round().long()
-        curve = share_curve(x, routing)
-        buckets, number = routing.router.buckets_of_keys(x)
-        for probes in (0, 1, 5, BLOCKS):
-            chosen = routing.buckets(routing.router.scores_at(x, positions, routing.recent), probes)
-            read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
-            assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5)
+        for routing in found.bucket_routings:
+            curve = share_curve(x, routing)
+            buckets, number = routing.router.buckets_of_keys(x)
+            for probes in (0, 1, 5, BLOCKS):
+                chosen = routing.buckets(routing.router.scores_at(x, positions, routing.recent), probes)
+                read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
+                assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5), routing.method
 
     measured_on_a_chunk(cfg, loaded, measure)
-    (matched,) = match_key_shares(found, cfg, loaded).bucket_routings
-    (_, few), (_, many) = matched.settings([7])
-    assert 1 <= few < many <= BLOCKS
+    for matched in match_key_shares(found, cfg, loaded).bucket_routings:
+        labels, counts = zip(*matched.settings([0, 7]), strict=True)
+        every = ["about 100 % of keys"] * (str(matched.method) not in PARTIAL)
+        assert [*map(str, labels)] == ["0 probes", "about 30 % of keys", *every]
+        assert 0 == counts[0] < counts[1] < counts[-1] + (not every) <= BLOCKS + 1
 
 
 def test_numbers_of_the_manifest_are_served(trained: Path, text: str) -> None:
     cfg = replace(config(trained, text), recent=None, sink=None)
-    _, found = found_methods(cfg)
+    _, found = loaded_and_found(cfg)
     routing = found.bucket_routings[0]
     assert (routing.probes, routing.recent, routing.sink, routing.dense_layers) == (2, 9, 3, (1,))
     named = replace(cfg, name="other", artifacts=ArtifactsConfig(decode_gate=str(trained / "rand" / "base")))
-    _, found = found_methods(named)
+    _, found = loaded_and_found(named)
     assert str(found.bucket_routings[0].method) == "decode gate"
 
 

@@ -22,7 +22,6 @@ from msattn.trainer.evaluate.tasks.harness import main_metric
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.harness_tasks import GENERATED, log_likelihood, write_task
 from tests.evaluate.runs import config
-from tests.running import exit_code
 
 POSITIONS = 256  # of the model of config()
 TEXT = "the river ran past an old mill and nobody knew where it came from "
@@ -292,15 +291,6 @@ def test_mistakes_without_lm_eval(folder: Path, tmp_path: Path, monkeypatch: pyt
     ):
         with pytest.raises(UserError, match=f"^{message}"):
             evaluate(cfg)
-
-
-def test_a_mistake_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert exit_code("eval", "eval=harness", "tracker=none", "device=cpu") == 2
-    (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert line.startswith("msattn: eval.harness.tasks=[]: expected one or more tasks of lm_eval")
 
 
 def test_the_main_metric() -> None:

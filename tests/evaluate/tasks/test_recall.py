@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from msattn.trainer import data, models
+from msattn.trainer import data
 from msattn.trainer.config import ArtifactsConfig
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.row import WINDOW, Setting
@@ -18,7 +18,7 @@ from msattn.trainer.models import predictions
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs
-from tests.evaluate.runs import BUCKETS, config, measured_on_a_chunk, rows_of
+from tests.evaluate.runs import BUCKETS, config, loaded_and_found, measured_on_a_chunk, rows_of
 from tests.sparse import save
 
 
@@ -45,7 +45,7 @@ def test_recall_of_perplexity_rows_is_the_mean_over_chunks(loaded: Loaded, tmp_p
     cfg = config(tmp_path, text, baselines=["sink_local"])
     found = compared.find_compared(cfg, loaded)
     rows = rows_of(perplexity, loaded, cfg, found)
-    (row,) = [row for row in rows if str(str(row.setting)) == "sparsity 0.6"]
+    (row,) = [row for row in rows if str(row.setting) == "sparsity 0.6"]
     ((_, select),) = found.block_selections[0].settings([0.6])
     shares = []
     texts = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=160, num_chunks=3)
@@ -61,8 +61,7 @@ def test_probes_of_each_query_head(trained: Path, text: str) -> None:
     """With independent probes the mass is that of dense attention in the window and the best bucket of each head."""
     cfg = config(trained, text)
     cfg = replace(cfg, dense_layers=[], eval=replace(cfg.eval, recall=replace(cfg.eval.recall, num_chunks=1, independent=True)))
-    loaded = models.load(cfg.model, device="cpu")
-    found = compared.find_compared(cfg, loaded)
+    loaded, found = loaded_and_found(cfg)
     (routing,) = found.bucket_routings
     rows = rows_of(recall, loaded, cfg, replace(found, block_selections=[]))
     by_name = {(str(row.method), str(row.setting)): row for row in rows}
@@ -129,8 +128,7 @@ def test_classifiers_are_measured_at_shares_of_the_keys(loaded: Loaded, trained:
 
 def test_recall_without_probes_and_without_sparsities(trained: Path, text: str) -> None:
     cfg = config(trained, text)
-    loaded = models.load(cfg.model, device="cpu")
-    found = compared.find_compared(cfg, loaded)
+    loaded, found = loaded_and_found(cfg)
     none = replace(cfg.eval.recall, num_chunks=1, probes=[0], sparsities=[])
     rows = rows_of(recall, loaded, replace(cfg, eval=replace(cfg.eval, recall=none)), found)
     assert [(str(row.method), str(row.setting)) for row in rows] == [(str(WINDOW), "0 probes")]
