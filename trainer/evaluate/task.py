@@ -53,8 +53,8 @@ class Task:
     heading: str
     unit: str
     columns: Mapping[str, Column]
-    reads: tuple[Literal["blocks", "routings"], ...]
-    text: Literal["heldout", "haystack"] | None
+    reads: tuple[Literal["blocks", "routings"], ...] = ("blocks", "routings")
+    text: Literal["heldout", "haystack"] | None = None
     files: tuple[str, ...] = ()
     form: str = "{:.1%}"
     hidden: tuple[str, ...] = ()

@@ -81,15 +81,14 @@ def test_deviation_and_imbalance_by_hand() -> None:
 
 def test_deviation_finds_drift_with_the_position() -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = bucket_sizes.SampledBuckets(seed=0)
-    for name in map(Method, ("steady", "drifting")):
+    rows = {}
+    for name in ("steady", "drifting"):
         heldout = torch.randint(BUCKETS, (4, HEADS, 400), generator=generator)
-        if name.name == "drifting":
+        if name == "drifting":
             heldout = (heldout // 4 + torch.arange(400) * BUCKETS // 400) % BUCKETS
-        sizes.num_buckets[name] = BUCKETS
-        sizes.training[name, 0] = torch.randint(BUCKETS, (HEADS, 1000), generator=generator)
-        sizes.heldout[name, 0] = list(heldout)
-    rows = {(str(row.method), str(row.setting)): row for row in sizes.rows(LENGTH)}
+        training = torch.randint(BUCKETS, (HEADS, 1000), generator=generator)
+        sizes = bucket_sizes.SampledBuckets(Method(name), BUCKETS, 0, {0: training}, {0: list(heldout)})
+        rows |= {(str(row.method), str(row.setting)): row for row in sizes.rows(LENGTH)}
     assert len(rows) == 8
     steady = [rows["buckets of steady", way].score for way in ("training text", "one prompt", "one range of positions")]
     assert max(steady) < 0.35
@@ -205,8 +204,7 @@ def test_layers_that_a_router_does_not_hold_are_left_out() -> None:
     method = ComparedRouting("k-means", router(False), 2, WINDOW_KEYS.recent, WINDOW_KEYS.sink, ())
     reads = selectivity.LayerReads.of(x, [method], positions, seed=0)
     assert not reads.routed
-    assert task.compared_sizes([method], 1) == []
-    assert task.compared_sizes([method], 0) == [method]
+    assert task.training_sizes([method], partitions.TrainingKeys({}, {}, 0), [1], [0], seed=0) == []
 
 
 SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]

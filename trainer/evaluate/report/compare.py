@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
+from msattn.trainer.storage.settings import flat_settings
 
 KEYS = ("rows", "config", "artifacts", "machine", "versions")  # the parts of results.json that a comparison reads
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
@@ -89,7 +90,7 @@ def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: di
     """Compares ``rows`` and their provenance ``about`` with the ``other`` results, read from the folder ``path``."""
     scores = {_key(row): row.score for row in _rows(other)}
     both = [ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None]
-    here, there = dict(_settings(about)), dict(_settings(other))
+    here, there = _settings(about), _settings(other)
     names = [name for name in here | there if name not in OWN_KEYS and here.get(name, "null") != there.get(name, "null")]
     settings = {name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names}
     return Comparison(
@@ -132,20 +133,14 @@ def _key(row: EvalRow) -> tuple[Any, ...]:
     return row.task, *sample, str(row.method), str(row.setting)
 
 
-def _settings(about: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the configuration, the artifacts' hashes, the machine and the versions as ``(dotted key, text)``."""
-    yield from _flat("config", about["config"])
-    yield from ((f"{kind} artifact", str(each.get("content_hash"))[:16]) for kind, each in about["artifacts"].items())
-    yield from _flat("machine", about["machine"])
-    yield from _flat("versions", about["versions"])
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{name}.{key}", item)
-    else:
-        yield name, json.dumps(list(value) if isinstance(value, tuple) else value)
+def _settings(about: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the configuration, the artifacts' hashes, the machine and the versions as ``{dotted key: text}``."""
+    hashes = {f"{kind} artifact": str(each.get("content_hash"))[:16] for kind, each in about["artifacts"].items()}
+    config, machine, versions = (
+        {name: json.dumps(value) for name, value in flat_settings(about[part], f"{part}.").items()}
+        for part in ("config", "machine", "versions")
+    )
+    return config | hashes | machine | versions
 
 
 def tabulate(folders: Sequence[Path]) -> Path | None:

@@ -220,7 +220,6 @@ TASK = Task(
     unit="tokens per row",
     columns={"launched by": ("launched_by", "{}"), "batch": BATCH, "keys": LENGTH, "tokens/s": RATE} | SPEEDUPS,
     reads=("routings",),
-    text=None,
     form="{:.4g} tokens/s",
     hidden=("latency",),
     timed=True,

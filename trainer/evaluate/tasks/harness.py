@@ -164,7 +164,5 @@ TASK = Task(
     columns={"benchmark": ("benchmark", "{}")}
     | TOKENS
     | {"metric": NAME, "score": ("score", "{:.3f}"), "95 % interval": ("interval", "{:.3f}"), "vs dense": RATIO},
-    reads=("blocks", "routings"),
-    text=None,
     fits_positions=False,  # checked with the samples
 )

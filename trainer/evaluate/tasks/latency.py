@@ -240,7 +240,6 @@ TASK = Task(
     | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
     | {"break-even": ("break_even", "{:,}")},
     reads=("blocks",),
-    text=None,
     form="{:.3g} s",
     hidden=("latency",),
     timed=True,

@@ -82,8 +82,13 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     cfg, settings, loaded = job.cfg, job.cfg.eval.leval, job.loaded
     asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
 
+    prompts = [Question(torch.cat([each.document, each.rest])[None], settings.max_new_tokens) for each in asked]
+
     def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, dense: EvalRow | None) -> EvalRow:
-        scores = answer_scores(loaded, settings.max_new_tokens, asked, case) if settings.answers else None
+        scores = None
+        if settings.answers:
+            texts = answer(loaded, prompts, case, lambda: None).texts
+            scores = [score(each.question, text) for each, text in zip(asked, texts, strict=True)]
         return as_row(case, asked, found, scores, spent, length, dense)
 
     def read(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
@@ -232,13 +237,6 @@ def likelihood(loaded: "Loaded", hidden: Tensor, asked: Asked) -> Likelihood:
     return Likelihood(logs.gather(-1, asked.gold[:, None]).double().mean().item(), right)
 
 
-def answer_scores(loaded: "Loaded", most: int, asked: list[Asked], case: MethodSetting) -> list[float]:
-    """Returns the score of a generated answer to each question, by its metric."""
-    questions = [Question(torch.cat([each.document, each.rest])[None], most) for each in asked]
-    answers = answer(loaded, questions, case, lambda: None)
-    return [score(each.question, text) for each, text in zip(asked, answers.texts, strict=True)]
-
-
 def score(question: LevalQuestion, text: str) -> float:
     """Returns the score of a generated answer, in [0, 1]."""
     if question.options:
@@ -327,8 +325,6 @@ TASK = Task(
         "choices, 95 %": ("choices_interval", "{:.0%}"),
         "own answers": ("answers", "{:.1%}"),
     },
-    reads=("blocks", "routings"),
-    text=None,
     files=("path",),
     quality=Quality(
         "likelihood of expected answers", paired_likelihoods, value=lambda row: row.ratio_to_dense or 0.0, form=".1%"

@@ -252,7 +252,6 @@ TASK = Task(
     heading="Needles in a haystack",
     unit="prompts per row",
     columns=TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
-    reads=("blocks", "routings"),
     text="haystack",
     quality=Quality("needles found", paired_answers),
 )

@@ -87,7 +87,5 @@ TASK = Task(
     heading="Own prompts",
     unit="prompts per row",
     columns={"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
-    reads=("blocks", "routings"),
-    text=None,
     quality=Quality("own prompts as expected", paired_answers),
 )

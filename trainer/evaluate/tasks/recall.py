@@ -239,7 +239,6 @@ TASK = Task(
     heading="Attention mass read",
     unit="chunks",
     columns={"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
-    reads=("blocks", "routings"),
     text="heldout",
     hidden=("recall",),
 )

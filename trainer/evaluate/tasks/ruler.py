@@ -174,7 +174,6 @@ TASK = Task(
     columns=TOKENS
     | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
     | {task: (task, "{:.1%}") for task in RULER_TASKS},
-    reads=("blocks", "routings"),
     text="haystack",
     files=tuple(QUESTION_FILES.values()),
     quality=Quality("RULER's average", paired_scores),

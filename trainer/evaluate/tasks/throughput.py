@@ -170,8 +170,6 @@ TASK = Task(
     columns={"requests": BATCH, "prompt": LENGTH, "tokens/s": RATE}
     | SPEEDUPS
     | {"first token": ("first_token_p50_s", SECONDS), "99 %": ("first_token_p99_s", SECONDS)},
-    reads=("blocks", "routings"),
-    text=None,
     form="{:.4g} tokens/s",
     hidden=("latency",),
     timed=True,

@@ -66,25 +66,23 @@ def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str,
 
 @dataclass
 class SampledBuckets:
-    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by partition and layer."""
+    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by layer, of one partition."""
 
+    partition: Method
+    num_buckets: int
     seed: int
-    training: dict[tuple[Method, int], Tensor] = field(default_factory=dict)
-    heldout: dict[tuple[Method, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    num_buckets: dict[Method, int] = field(default_factory=dict)
+    training: dict[int, Tensor] = field(default_factory=dict)
+    heldout: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
-    def rows(self, length: int) -> list[EvalRow]:
-        """Returns a row for each partition and way of sampling; the score is the mean deviation from the training text."""
-        return [row for partition in self.num_buckets for row in self._rows(partition, length)]
-
-    def _rows(self, partition: Method, length: int) -> Iterator[EvalRow]:
-        count, layers = self.num_buckets[partition], sorted(layer for each, layer in self.heldout if each == partition)
+    def rows(self, length: int) -> Iterator[EvalRow]:
+        """Yields a row for each way of sampling; the score is the mean deviation from the training text."""
+        count, layers = self.num_buckets, sorted(self.heldout)
         found: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])  # counts by way, layer and sample
         for i, layer in enumerate(layers):
-            heldout = torch.stack(self.heldout[partition, layer], dim=1)
-            for way, buckets in samples(self.training[partition, layer], heldout, self.seed):
+            heldout = torch.stack(self.heldout[layer], dim=1)
+            for way, buckets in samples(self.training[layer], heldout, self.seed):
                 found[way][i].append(bucket_counts(buckets, count))
-        expected = torch.stack([bucket_counts(self.training[partition, layer], count) for layer in layers])[:, None]
+        expected = torch.stack([bucket_counts(self.training[layer], count) for layer in layers])[:, None]
         for way, counted in found.items():
             counts = torch.stack([torch.stack(each) for each in counted])  # [layers, samples, H, C]
             away = deviation(counts, expected)  # [layers, samples, H]
@@ -100,6 +98,7 @@ class SampledBuckets:
                 "deviations": away.mean((0, 2)).tolist(),
                 "sorted_sizes": [round(size, DIGITS) for size in relative.tolist()],
             }
-            method, prompts = Method(f"buckets of {partition}", partition.label), len(self.heldout[partition, layers[0]])
+            method = Method(f"buckets of {self.partition}", self.partition.label)
+            prompts = len(self.heldout[layers[0]])
             score = away.mean().item()
             yield EvalRow("analysis", method, Setting(way), score, "deviation of bucket sizes", samples=prompts, extra=extra)

@@ -10,8 +10,6 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-import torch
-
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.errors import UserError
@@ -28,6 +26,7 @@ from msattn.trainer.evaluate.tasks.analysis.top_mass import TopMass
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.gate.maps import evenly_spaced
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
 
@@ -54,9 +53,9 @@ def run(job: Job) -> list[EvalRow]:
     def measure(x: LayerInputs) -> None:
         if x.layer not in planes.measured:
             planes.add(x)
-        for routing in compared_sizes(routings, x.layer):
-            buckets = routing.router.buckets_of_keys(x)[0][0, heads, 1:]
-            sizes.heldout[routing.method, x.layer].append(buckets.cpu())
+        for routing, of_partition in sizes:
+            if x.layer in routing.router.layers:
+                of_partition.heldout[x.layer].append(routing.router.buckets_of_keys(x)[0][0, heads, 1:].cpu())
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:
             for queries in query_batches(x, head, positions, window):
@@ -68,8 +67,8 @@ def run(job: Job) -> list[EvalRow]:
             errors[method, setting].by_layer[x.layer].append(recall)
 
     visit_layers(loaded.model, measure, (chunks[i] for i in range(len(chunks))), layers)
-    length = settings.length
-    return [*planes.rows(length), *sizes.rows(length), *mass.rows(length, len(chunks)), *error_rows(errors, length)]
+    length, by_size = settings.length, [row for _, of_partition in sizes for row in of_partition.rows(settings.length)]
+    return [*planes.rows(length), *by_size, *mass.rows(length, len(chunks)), *error_rows(errors, length)]
 
 
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
@@ -82,29 +81,23 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
 
 def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:
     """Returns the layers to measure of a model in which those in ``served`` may be sparse, in order."""
-    if given is not None:
-        return sorted(set(given))
-    chosen = torch.linspace(0, len(served) - 1, min(NUM_LAYERS, len(served))).round().int().tolist()
-    return [served[i] for i in chosen]
-
-
-def compared_sizes(routings: list[ComparedRouting], layer: int) -> list[ComparedRouting]:
-    """Returns the first k-means before RoPE and the first after RoPE, those that hold the layer."""
-    return [routing for routing in partitions.k_means(routings).values() if layer in routing.router.layers]
+    return [served[i] for i in evenly_spaced(len(served), NUM_LAYERS)] if given is None else sorted(set(given))
 
 
 def training_sizes(
     routings: list[ComparedRouting], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
-) -> SampledBuckets:
-    """Assigns the training keys of each layer to the buckets of :func:`compared_sizes`."""
-    sizes = SampledBuckets(seed)
-    for layer in layers:
-        for routing in compared_sizes(routings, layer):
-            router: Any = routing.router
+) -> list[tuple[ComparedRouting, SampledBuckets]]:
+    """Assigns the training keys of each layer to the buckets of the first k-means before RoPE and of the first after RoPE."""
+    found = []
+    for routing in partitions.k_means(routings).values():
+        router: Any = routing.router
+        sizes = SampledBuckets(routing.method, router.num_buckets, seed)
+        for layer in (layer for layer in layers if layer in router.layers):
             before, after = (each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after))
-            sizes.training[routing.method, layer] = router.assign(layer, before, after)[0, heads].cpu()
-            sizes.num_buckets[routing.method] = router.num_buckets
-    return sizes
+            sizes.training[layer] = router.assign(layer, before, after)[0, heads].cpu()
+        if sizes.training:
+            found.append((routing, sizes))
+    return found
 
 
 TASK = Task(
