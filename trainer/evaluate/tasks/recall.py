@@ -6,7 +6,6 @@ Every method gets the same queries, keys and values, those of the dense model in
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.intervals import mean_interval, within
 from msattn.trainer.evaluate.job import Job
-from msattn.trainer.evaluate.row import WINDOW, EvalRow, Setting
+from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import ERROR, SHARE, Task
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.evaluate.tasks.reads import collect, keys_read
@@ -83,6 +82,7 @@ def run(job: Job) -> list[EvalRow]:
     """
     loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
     chunks = heldout_chunks(job, settings.length, settings.num_chunks)
+    routings = methods.with_independent(settings.independent).bucket_routings
     recalls: dict[tuple[Method, Setting], MethodRecall] = {}
     advance = job.bar("recall", len(chunks) * len(served_layers(loaded.model.config)))
 
@@ -91,8 +91,9 @@ def run(job: Job) -> list[EvalRow]:
         for method in methods.block_selections:
             for label, recall in block_recalls(x, dense, method, settings.sparsities).items():
                 recalls.setdefault((method.method, label), MethodRecall(False)).by_layer[x.layer].append(recall)
-        for number, routing in enumerate(methods.bucket_routings):
-            for (name, label), recall in bucket_recalls(x, dense, routing, cfg, first=number == 0).items():
+        for routing in routings:
+            first = routing.router is routings[0].router
+            for (name, label), recall in bucket_recalls(x, dense, routing, cfg, first).items():
                 recalls.setdefault((name, label), MethodRecall(True)).by_layer[x.layer].append(recall)
         advance()
         return dense.out
@@ -142,41 +143,39 @@ def block_recalls(
 
 
 def bucket_recalls(
-    x: LayerInputs, dense: MaxPoolAttention, method: ComparedRouting, cfg: EvalRunConfig, first: bool
+    x: LayerInputs, dense: MaxPoolAttention, routing: ComparedRouting, cfg: EvalRunConfig, first: bool
 ) -> dict[tuple[Method, Setting], LayerRecall]:
-    """Returns ``{(method, setting): recall}`` of one router over the decoding queries of a chunk.
+    """Returns ``{(method, setting): recall}`` of one routing over the decoding queries of a chunk.
 
     The ``first`` router also gives the entries that need no router: oracle routing over its buckets, the dense window alone.
-    Queries are spaced evenly over the positions whose context is longer than the dense window. A query group shares its probes;
-    ``independent`` adds entries in which each query head has its own probes.
+    Queries are spaced evenly over the positions whose context is longer than the dense window.
     """
-    if x.layer in method.dense_layers or x.layer not in method.router.layers:
+    if x.layer in routing.dense_layers or x.layer not in routing.router.layers:
         return {}
-    begin = method.recent + method.sink
-    count = min(cfg.eval.recall.num_queries, x.num_keys - begin)
+    settings, begin = cfg.eval.recall, routing.recent + routing.sink
+    count = min(settings.num_queries, x.num_keys - begin)
     positions = torch.linspace(begin, x.num_keys - 1, count, device=x.q.device).round().int()
-    buckets, num_buckets = method.router.buckets_of_keys(x)
-    scores_at = partial(method.router.scores_at, x, positions, method.recent)
-    views: dict[tuple[str, ...], tuple[LayerInputs, Tensor, Tensor]] = {(): (x, buckets, scores_at())}
-    if cfg.eval.recall.independent:
-        group = x.q.shape[1] // x.k.shape[1]
-        k, v, own_buckets = (each.repeat_interleave(group, 1) for each in (x.k, x.v, buckets))
-        views[(INDEPENDENT,)] = (replace(x, k=k, v=v), own_buckets, scores_at(by_head=True))
-    recalls = {}
-    for variants, (inputs, assigned, router_scores) in views.items():
-        scores, sizes = {method.method: router_scores}, bucket_sizes(assigned[0], positions, num_buckets)
-        if first:
-            mass = bucket_attention_mass(inputs, dense.lse, method, assigned, num_buckets, positions)
-            scores[ORACLE_ROUTING] = method.router.only_far(mass, positions + 1 - method.recent)
-        for way, scores_of_buckets in scores.items():
-            keys = cfg.eval.recall.keys if way == method.method and not variants else []
-            for label, setting in method.settings(cfg.eval.recall.probes, keys):
-                if setting or (first and not variants):
-                    visited = method.buckets(scores_of_buckets, setting, sizes)
-                    shown = method.method_at(setting) if isinstance(setting, float) else way.of(*variants)
-                    recalls[shown if setting else WINDOW, label] = decode_queries(
-                        inputs, dense, method, assigned, num_buckets, positions, visited
-                    )
+    buckets, num_buckets = routing.router.buckets_of_keys(x)
+    scores = routing.router.scores_at(x, positions, routing.recent, by_head=routing.independent)
+    if routing.independent:  # every query head has key/value heads of its own
+        k, v, buckets = (each.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1) for each in (x.k, x.v, buckets))
+        x = replace(x, k=k, v=v)
+    sizes = bucket_sizes(buckets[0], positions, num_buckets)
+
+    def recall(scores: Tensor, setting: int | float) -> LayerRecall:
+        visited = routing.buckets(scores, setting, sizes)
+        return decode_queries(x, dense, routing, buckets, num_buckets, positions, visited)
+
+    recalls = {
+        (routing.method_at(setting), label): recall(scores, setting)
+        for label, setting in routing.settings(settings.probes, [] if routing.independent else settings.keys)
+        if setting or (first and not routing.independent)
+    }
+    if first:
+        mass = bucket_attention_mass(x, dense.lse, routing, buckets, num_buckets, positions)
+        best = routing.router.only_far(mass, positions + 1 - routing.recent)
+        oracle = ORACLE_ROUTING.of(*[INDEPENDENT] * routing.independent)
+        recalls |= {(oracle, label): recall(best, probes) for label, probes in routing.settings(settings.probes) if probes}
     return recalls
 
 

@@ -7,7 +7,6 @@ the outputs after all of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,20 +72,15 @@ def read_in_stages(queries: Queries, v: Tensor, stage: Tensor, num_stages: int) 
     return out / mass[..., None].clamp(min=torch.finfo(mass.dtype).tiny), mass, keys / keys[..., -1:]
 
 
-class RoutedKeys(NamedTuple):
-    """Buckets of the keys ``[Hkv, M]`` and bucket scores ``[n, Hkv, C]`` of one routing in a layer, and numbers of probes."""
-
-    probes: list[int]
-    buckets: Tensor
-    scores: Tensor
-
-
 @dataclass
 class LayerReads:
-    """Measures one layer of one chunk, query group by query group."""
+    """Measures one layer of one chunk, query group by query group.
+
+    ``routed`` are, of each routing, numbers of probes, the buckets of the keys ``[Hkv, M]`` and bucket scores ``[n, Hkv, C]``.
+    """
 
     values: Tensor  # [Hkv, M, D]
-    routed: dict[Method, RoutedKeys]
+    routed: dict[Method, tuple[list[int], Tensor, Tensor]]
     generator: torch.Generator
     settings: dict[Method, list[Setting]] = field(default_factory=dict)
     parts: dict[Method, dict[int, list[tuple[Tensor, ...]]]] = field(default_factory=dict)  # by method and head
@@ -100,7 +94,7 @@ class LayerReads:
                 buckets = routing.router.buckets_of_keys(x)[0][0]
                 scores = routing.router.scores_at(x, positions.to(x.q.device), routing.recent)
                 powers = max(1, routing.router.num_buckets.bit_length() - 1)  # up to half of the buckets
-                routed[routing.method] = RoutedKeys([2**i for i in range(powers)], buckets, scores)
+                routed[routing.method] = [2**i for i in range(powers)], buckets, scores
         return cls(x.v[0], routed, torch.Generator(x.q.device).manual_seed(seed + x.layer))
 
     def add(self, head: int, queries: Queries) -> None:

@@ -26,12 +26,6 @@ def share_in_top(mass: Tensor, counts: Tensor) -> Tensor:
     return ordered.gather(-1, (counts - 1).expand(len(mass), -1, -1)) / ordered[..., -1:]
 
 
-def top_keys(queries: Queries, mask: Tensor) -> Tensor:
-    """Returns the share of the mass of the keys in ``mask [n, M]`` that their top ``SHARES`` have: fp64 ``[group, n, S]``."""
-    mass = queries.logits.masked_fill(~mask, -torch.inf).softmax(-1)
-    return share_in_top(mass, counts_of(SHARES, mask.sum(-1))).double()
-
-
 def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
     """Returns the share of a query block's mass in the top ``SHARES`` of its key blocks: fp64 ``[group, blocks, S]``.
 
@@ -67,7 +61,8 @@ class TopMass:
     def add_queries(self, x: LayerInputs, head: int, queries: Queries) -> None:
         """Adds the mass in the top keys of all visible keys, and of those outside the window."""
         for kind, mask in ((ALL, queries.visible), (FAR, queries.far)):
-            self.shares[kind, x.layer, head].append(top_keys(queries, mask).cpu())
+            mass = queries.logits.masked_fill(~mask, -torch.inf).softmax(-1)
+            self.shares[kind, x.layer, head].append(share_in_top(mass, counts_of(SHARES, mask.sum(-1))).double().cpu())
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
         found = top_blocks(x, head, self.block_size)
