@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import data, models
-from msattn.trainer.config import ArtifactsConfig, DataConfig
+from msattn.trainer.config import ArtifactsConfig, DataConfig, ThroughputConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.compared import MethodSetting
@@ -74,25 +74,26 @@ def test_baselines_run_without_artifacts(tmp_path: Path, text: str, capsys: pyte
     assert "mean pooling" in shown
 
 
-def test_a_rerun_keeps_earlier_results_unless_overwrite(tmp_path: Path, text: str) -> None:
+def test_earlier_results_are_kept_by_failed_runs_and_unless_overwrite(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> set[str]:
+        return {path.name for path in folder.parent.iterdir()}
+
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=[])
     folder = evaluate(cfg)
+    before = (folder / "results.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(cfg)
+    assert names() == {"eval", "eval.rows"}
+    assert (folder / "results.json").read_bytes() == before
     evaluate(cfg)
-    kept = {path.name for path in folder.parent.iterdir()}
-    assert len(kept) == 2
-    assert all(name.startswith("eval") for name in kept)
+    (kept,) = names() - {"eval"}
+    assert (folder.with_name(kept) / "results.json").read_bytes() == before
     evaluate(replace(cfg, overwrite=True))
-    assert {path.name for path in folder.parent.iterdir()} == kept
-
-
-def test_a_failed_run_keeps_earlier_results(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config(tmp_path, text, tasks=["perplexity"], baselines=[])
-    before = (evaluate(cfg) / "results.json").read_bytes()
-    monkeypatch.setattr("msattn.trainer.evaluate.report.files.page", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        evaluate(cfg)
-    assert {path.name for path in (tmp_path / "rand" / "base").iterdir()} == {"eval", "eval.rows"}
-    assert (tmp_path / "rand" / "base" / "eval" / "results.json").read_bytes() == before
+    assert names() == {"eval", kept}
 
 
 def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
@@ -101,11 +102,13 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     long = replace(own, tasks=["perplexity"], perplexity=replace(own.perplexity, length=512))
     many = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1]))
     short = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, lengths=[24]))
+    served = replace(own, tasks=["throughput"], baselines=[], throughput=ThroughputConfig(lengths=[250], tokens=7))
     deeper = replace(cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3})
     (tmp_path / "file").write_text("")
     for message, changes in {
         "512": {"eval": long},
         f"probes={BUCKETS + 1}": {"eval": many},
+        r"length=257 of eval\.throughput": {"eval": served},
         "lengths=24": {"eval": short},
         "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
         "its num_layers is 2": {"model": deeper},

@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from msattn.trainer import models
-from msattn.trainer.config import LatencyConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.row import Setting
@@ -177,12 +175,9 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
     assert lengths == [each for each in 3 * passes for _ in range(2)], "a warm-up, a prompt and its parts, in two layers"
 
 
-def test_user_errors(tmp_path: Path) -> None:
-    cfg = timed_config(tmp_path)
-    with pytest.raises(UserError, match="length=512 of eval"):
-        evaluate(replace(cfg, eval=replace(cfg.eval, latency=LatencyConfig(lengths=[512]))))
+def test_random_classifiers_have_the_buckets_of_the_presets(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"probes=5: expected 0 to {BUCKETS}"):
-        evaluate(replace(cfg, probes=5))
+        evaluate(timed_config(tmp_path, probes=5))
 
 
 def test_unavailable_backends_give_the_reason() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import models
-from msattn.trainer.config import EvalConfig, EvalRunConfig, SelectConfig, ThroughputConfig
+from msattn.trainer.config import EvalConfig, ThroughputConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import throughput
@@ -17,15 +17,9 @@ from tests.evaluate.runs import read_rows, timed_config
 SETTINGS = ThroughputConfig(lengths=[96], requests=[1, 3], tokens=5, page_size=32, batch_tokens=64)
 
 
-def throughput_config(outputs: Path, settings: ThroughputConfig = SETTINGS) -> EvalRunConfig:
-    """A small random model, whose untrained gate has blocks of 16 tokens."""
-    select = SelectConfig(policy="calibrated", block_size=16)
-    return timed_config(outputs, select=select, eval=EvalConfig(tasks=["throughput"], baselines=[], throughput=settings))
-
-
 @pytest.mark.slow
 def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = evaluate(throughput_config(tmp_path))
+    folder = evaluate(timed_config(tmp_path, eval=EvalConfig(["throughput"], baselines=[], throughput=SETTINGS)))
     rows = list(read_rows(folder, "batch").values())
     assert [(row["method"], row["extra"]["batch"]) for row in rows] == [
         (method, requests)
@@ -50,22 +44,16 @@ def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_requests_wait_for_pages(tmp_path: Path) -> None:
-    loaded = models.load(throughput_config(tmp_path).model, device="cpu")
-    prompts = throughput._random_prompts(loaded.model, 4, 96, seed=0)
-    few = replace(SETTINGS, pages=6)
-    done = measure(loaded.model, nullcontext, prompts, few)
+    model = models.load(timed_config(tmp_path).model, device="cpu").model
+    prompts = throughput._random_prompts(model, 4, 96, seed=0)
+    done = measure(model, nullcontext, prompts, replace(SETTINGS, pages=6))
     assert sum(map(len, done.answers)) == 4 * 5
     assert done.first_tokens == sorted(done.first_tokens)
     with pytest.raises(UserError, match=r"eval\.throughput: the engine refused a request"):
-        measure(loaded.model, nullcontext, prompts, replace(SETTINGS, pages=2))
+        measure(model, nullcontext, prompts, replace(SETTINGS, pages=2))
 
 
 def test_percentiles() -> None:
     run = ThroughputRun(seconds=2.0, answers=[[1] * 4, [2] * 6], first_tokens=[1.0, 2.0, 3.0, 4.0], peak_mb=0.0, stats={})
     assert run.rate == 5
     assert [run.first_token(share) for share in (0.01, 0.5, 0.51, 0.99, 1.0)] == [1.0, 2.0, 3.0, 4.0, 4.0]
-
-
-def test_prompts_and_answers_fit_the_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"length=4101 of eval\.throughput"):
-        evaluate(throughput_config(tmp_path, replace(SETTINGS, lengths=[4096])))
