@@ -72,11 +72,10 @@ def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
 
 
 def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int) -> dict[str, list[ruler.Sample]]:
-    room, count = _room(cfg, tokenizer, length), partial(_count, tokenizer)
-    found = {}
+    found, sizing = {}, _room_and_count(cfg, tokenizer, length)
     for name in cfg.eval.ruler.asked():
         with _refused(length, name):
-            found[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, room, count)
+            found[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, *sizing)
     return found
 
 
@@ -87,11 +86,12 @@ def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
 
 def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
-    hay, count = read_haystack(cfg), partial(_count, loaded.tokenizer)
+    hay = read_haystack(cfg)
     for length in cfg.eval.ruler.lengths:
+        sizing = _room_and_count(cfg, loaded.tokenizer, length)
         for name in cfg.eval.ruler.asked():
             with _refused(length, name):
-                ruler.TASKS[name].size(_seeds(cfg, length, name), hay, _room(cfg, loaded.tokenizer, length), count)
+                ruler.TASKS[name].size(_seeds(cfg, length, name), hay, *sizing)
 
 
 @contextmanager
@@ -102,13 +102,10 @@ def _refused(length: int, task: str) -> Iterator[None]:
         raise UserError(f"eval.ruler.lengths={length}: {task}: {error}") from error
 
 
-def _room(cfg: EvalRunConfig, tokenizer: Any, length: int) -> int:
-    """Returns ``length`` without the tokens of a chat template."""
-    return length - sum(map(len, around_prompt(tokenizer, cfg.chat)))
-
-
-def _count(tokenizer: Any, text: str) -> int:
-    return len(encode_texts(tokenizer, [text])[0])
+def _room_and_count(cfg: EvalRunConfig, tokenizer: Any, length: int) -> tuple[int, Callable[[str], int]]:
+    """Returns ``length`` without the tokens of a chat template, and a function that counts the tokens of a text."""
+    room = length - sum(map(len, around_prompt(tokenizer, cfg.chat)))
+    return room, lambda text: len(encode_texts(tokenizer, [text])[0])
 
 
 def encode(tokenizer: Any, sample: ruler.Sample, chat: bool | None) -> Tensor:
