@@ -157,7 +157,8 @@ def test_bins_and_probes(folder: Path) -> None:
     write_task(folder, "binned", rows, **GENERATED)
     write_task(folder, "plain", [{"text": TEXT, "target": "x"}], **GENERATED)
     cfg = settings(folder, "binned", "plain", bins=[50, 99], probes=[0, 2], sparsities=[0.8])
-    found = measure(replace(cfg, eval=replace(cfg.eval, routers=["random"])))
+    presets = replace(cfg.model.presets, num_buckets=8)  # large ones, in which a query finds keys
+    found = measure(replace(cfg, model=replace(cfg.model, presets=presets), eval=replace(cfg.eval, routers=["random"])))
     sizes = {"binned, 0 to 50": 2, "binned, 50 to 99": 2, "binned, 99 and more": 1, "plain": 1}
     for method, setting in (
         ("dense", ""),
