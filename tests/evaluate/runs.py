@@ -84,7 +84,7 @@ def loaded_and_found(cfg: EvalRunConfig) -> tuple[Loaded, Compared]:
 
 
 def terminal(show: Callable[[Console], None]) -> str:
-    """What ``show`` prints on a terminal of 80 columns."""
+    """Returns the text that ``show`` prints on a terminal of 80 columns."""
     with open("/dev/null", "w") as nowhere:
         console = Console(width=80, record=True, file=nowhere)
         show(console)
