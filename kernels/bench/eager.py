@@ -122,9 +122,11 @@ def paged_bucket_decode(
 
 
 def paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num_buckets: int) -> Tensor:
-    """Counts the gathered bucket ids. Assumes that all sequences have the length of the first, each key in a bucket."""
-    bucket = _gather_pages(buckets, table, kv_len).long()
-    return table.new_zeros((*bucket.shape[:2], num_buckets)).scatter_add_(2, bucket, torch.ones_like(bucket, dtype=table.dtype))
+    """Counts the gathered bucket ids. Assumes that each key is in a bucket."""
+    bucket = buckets[table.long()].flatten(1, 2).transpose(1, 2)  # [B, Hkv, pages * page_size]
+    live = (torch.arange(bucket.shape[2], device=table.device) < kv_len[:, None, None]).expand_as(bucket)
+    sizes = table.new_zeros((*bucket.shape[:2], num_buckets))
+    return sizes.scatter_add_(2, bucket.long().where(live, 0), live.to(table.dtype))
 
 
 def _gather_pages(x: Tensor, table: Tensor, kv_len: Tensor) -> Tensor:
