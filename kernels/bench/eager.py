@@ -126,7 +126,7 @@ def paged_bucket_sizes(buckets: Tensor, table: Tensor, kv_len: Tensor, num_bucke
     bucket = buckets[table.long()].flatten(1, 2).transpose(1, 2)  # [B, Hkv, pages * page_size]
     live = (torch.arange(bucket.shape[2], device=table.device) < kv_len[:, None, None]).expand_as(bucket)
     sizes = table.new_zeros((*bucket.shape[:2], num_buckets))
-    return sizes.scatter_add_(2, bucket.long().where(live, 0), live.to(table.dtype))
+    return sizes.scatter_add_(2, bucket.long().masked_fill(~live, 0), live.to(table.dtype))
 
 
 def _gather_pages(x: Tensor, table: Tensor, kv_len: Tensor) -> Tensor:
