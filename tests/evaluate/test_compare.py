@@ -86,7 +86,7 @@ def test_a_table_of_all_evaluations_of_a_sweep(earlier: str, tmp_path: Path, cap
     assert compare.tabulate(folders[:1] * 2) is None
 
 
-@pytest.mark.parametrize(("task", "difference"), [("perplexity", "-1.000"), ("latency", "-25.0 %")])
+@pytest.mark.parametrize(("task", "difference"), [("perplexity", "-1.000"), ("latency", "-25.0 %"), ("decoding", "-25.0 %")])
 def test_differences_have_the_units_of_their_task(task: str, difference: str) -> None:
     row = EvalRow(task, named("gate"), Setting(), 3.0, "score")
     assert compare.ComparedRow(row, 4.0).cells()["difference"] == difference

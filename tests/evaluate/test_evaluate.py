@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import data, models
-from msattn.trainer.config import ArtifactsConfig, DataConfig, ThroughputConfig
+from msattn.trainer.config import ArtifactsConfig, DataConfig, LatencyConfig, ThroughputConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import compared
 from msattn.trainer.evaluate.compared import MethodSetting
@@ -103,12 +103,14 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     many = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1]))
     short = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, lengths=[24]))
     served = replace(own, tasks=["throughput"], baselines=[], throughput=ThroughputConfig(lengths=[250], tokens=7))
+    timed = replace(own, tasks=["latency"], baselines=[], latency=LatencyConfig(lengths=[512]))
     deeper = replace(cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3})
     (tmp_path / "file").write_text("")
     for message, changes in {
         "512": {"eval": long},
         f"probes={BUCKETS + 1}": {"eval": many},
         r"length=257 of eval\.throughput": {"eval": served},
+        r"length=512 of eval\.latency": {"eval": timed},
         "lengths=24": {"eval": short},
         "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
         "its num_layers is 2": {"model": deeper},

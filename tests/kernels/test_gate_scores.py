@@ -102,10 +102,11 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("change", [{}, {"inv_freq": None}, {"last_queries": True}], ids=["rope", "no rope", "last queries"])
+@pytest.mark.parametrize("last_queries", [False, True], ids=["pooled", "last queries"])
+@pytest.mark.parametrize("change", [{}, {"inv_freq": None}], ids=["rope", "no rope"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
-def test_reference_agrees_with_the_definition(case: str, change: dict[str, Any], device: str) -> None:
-    arguments = random_arguments(case, device) | change
+def test_reference_agrees_with_the_definition(case: str, change: dict[str, Any], last_queries: bool, device: str) -> None:
+    arguments = random_arguments(case, device) | change | {"last_queries": last_queries}
     got = reference.gate_scores(**pooled(doubled(arguments)))
     for b in range(len(got)):
         expected = by_definition(arguments, b)

@@ -33,7 +33,7 @@ ANY: dict[str, list[Any]] = {  # invalid values of arguments that several functi
     "splits": [0],
 }
 BLOCK_MAPS: list[tuple[dict[str, Any], str]] = [
-    ({"q": zeros(1, 4, 90, 16)}, "row blocks must be 3"),
+    ({"q": zeros(1, 4, 20, 16)}, "row blocks must be 1"),
     ({"kv_start": starts([41])}, "kv_start=.41."),
 ]
 WEIGHTED: list[tuple[dict[str, Any], str]] = [
@@ -44,7 +44,7 @@ PAGED: list[tuple[dict[str, Any], str]] = [  # changes of the cache
     ({"k": zeros(10, 16, 2, 80)}, r"cache.k has shape \(10, 16, 2, 80\)"),
     ({"k": zeros(10, 16, 16, 2).mT}, "cache.k has shape .* strides"),
     ({"k": zeros(10, 16, 2, 16, dtype=HALF)}, "cache.k.dtype=torch.float16"),
-    ({"v": zeros(10, 32, 2, 16)}, "cache.v.shape"),
+    ({"v": zeros(12, 32, 2, 16)}, "cache.v.shape"),
     ({"v": zeros(10, 16, 2, 16).half()}, "cache.v.dtype"),
     ({"table": zeros(2, 3)}, "cache.table is torch.float32"),
     ({"table": zeros(2, 0, dtype=INT)}, "cache.table is"),
@@ -164,7 +164,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"block_mask": zeros(2, 1, 2, 5)}, "block_mask is torch.float32"),
         ({"block_mask": zeros(1, 1, 2, 5, dtype=torch.bool)}, "batch must be 2"),
         ({"block_mask": zeros(2, 3, 2, 5, dtype=torch.bool)}, "heads must be 4 or 2 or 1"),
-        ({"block_mask": zeros(2, 1, 1, 5, dtype=torch.bool)}, "row blocks must be 2"),
+        ({"block_mask": zeros(2, 1, 3, 5, dtype=torch.bool)}, "row blocks must be 2"),
         ({"block_mask": zeros(2, 1, 2, 2, dtype=torch.bool)}, "column blocks must be 5"),
         ({"block_mask": zeros(2, 1, 2, 5, dtype=torch.bool, device="meta")}, "block_mask.device=meta"),
         ({"max_queries": 0}, "max_queries=0"),

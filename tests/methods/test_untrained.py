@@ -29,7 +29,7 @@ def inputs(k: Tensor, start: Tensor | None = None) -> LayerInputs:
 
 @pytest.mark.parametrize("padding", [None, [0, 60]])
 def test_keys_are_read_from_their_second_collision_on(padding: list[int] | None) -> None:
-    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, SIZE, seed=3)
+    router = CollidingKeys(BUCKETS, LAYERS, KV_HEADS, head_dim=SIZE, seed=3)
     k, q = normal(2, KV_HEADS, 150, SIZE) + 3, normal(2, HEADS, 1, SIZE, seed=1)
     start = None if padding is None else torch.tensor(padding)
     summaries = router.summarize(inputs(k, start))
@@ -66,8 +66,8 @@ def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dty
 
 def test_queries_of_one_sequence_share_its_summaries() -> None:
     k, q = normal(1, KV_HEADS, 70, SIZE), normal(5, HEADS, 1, SIZE, seed=1)
-    routers = QuestBlocks(8, LAYERS, KV_HEADS), WindowBlocks(8, LAYERS, KV_HEADS), CollidingKeys(8, LAYERS, KV_HEADS, SIZE)
-    for router in routers:
+    hashes = CollidingKeys(8, LAYERS, KV_HEADS, head_dim=SIZE)
+    for router in (QuestBlocks(8, LAYERS, KV_HEADS), WindowBlocks(8, LAYERS, KV_HEADS), hashes):
         summaries, positions = router.summarize(inputs(k)), torch.full((5,), 69)
         together = router.scores(1, summaries, q, q, positions)
         for row in range(5):

@@ -39,6 +39,11 @@ def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> No
     """Updates the layer with keys ``new [B, Hkv, N, 1]`` and assigns their buckets."""
     keys, values = layer.update(new, -new)
     assert torch.equal(keys, -values)
+    assign(layer, keys, new, kv_start)
+
+
+def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | None) -> None:
+    """Assigns the buckets of ``new``, the last of ``keys``."""
     x: Any = SimpleNamespace(
         layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None, rotates=True
     )
@@ -116,8 +121,13 @@ def test_every_key_is_kept_once_after_any_operations(
         check_layer(layer, expected, kv_start, recent)
 
 
-def test_keys_of_earlier_passes_need_a_rotation() -> None:
+def test_calls_in_another_order_are_rejected() -> None:
     layer, new = BucketLayer(ModuloRouter()), torch.zeros(1, 2, 4, 1)
+    with pytest.raises(RuntimeError, match="the layer has no keys"):
+        _ = layer.index
+    forward_pass(layer, new, None)
+    with pytest.raises(RuntimeError, match="4 keys have buckets, 4 are new, but layer 0 holds 4"):
+        assign(layer, new, new, None)
     layer.update(new, -new)
     with pytest.raises(KeysNotKnown, match="layer 0: 4 cached keys"):
         forward_pass(layer, new, None)

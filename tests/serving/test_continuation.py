@@ -44,7 +44,7 @@ def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str, sc
         stats = sparse.stats()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert stats["dense_fallbacks"] == 0
-    assert stats["sparsity"] > 0.7 * once
+    assert stats["sparsity"] > 0.79 * once
 
 
 @torch.no_grad()

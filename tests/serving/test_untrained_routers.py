@@ -33,7 +33,7 @@ BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
 ROUTERS: dict[str, Any] = {
     "window": lambda layers: WindowBlocks(BUCKETS, layers, KV_HEADS),
     "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
-    "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, SIZE),
+    "lsh": lambda layers: CollidingKeys(BUCKETS, layers, KV_HEADS, head_dim=SIZE),
     "quest": lambda layers: QuestBlocks(BUCKETS, layers, KV_HEADS),
     "clusters": lambda layers: KeyClusters(BUCKETS, layers, KV_HEADS),
     "twilight": lambda layers: TopPKeys(BUCKETS, layers, KV_HEADS),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.artifacts.card import artifact_card
-from msattn.trainer.artifacts.manifest import CARD, CONFIG, FORMAT_VERSION, MANIFEST, WEIGHTS, checksum, describe_tensor
+from msattn.trainer.artifacts.manifest import CARD, CONFIG, FORMAT_VERSION, KINDS, MANIFEST, WEIGHTS, checksum, describe_tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import finite
 from msattn.trainer.storage.hashes import content_hash, save_tensors
@@ -66,6 +66,8 @@ def write(
     (:func:`msattn.trainer.models.identity.fingerprint`), ``data`` the fingerprint of the training data. ``details`` are values
     that loading this kind needs, such as the gate's configuration; ``metrics`` go to the model card, as null if not finite.
     """
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind}: expected {', '.join(KINDS)}")
     import yaml
 
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

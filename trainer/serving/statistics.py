@@ -45,6 +45,7 @@ class Statistics:
         self._counts: Counter[Name] = Counter()
         self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # sums of values: fp64 scalars at fixed addresses
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
+        self._keys: Counter[Name] = Counter()  # visible and densely read ones, as far as the host knows their number
         self._lock = Lock()
 
     def add(self, name: Name, values: Tensor) -> None:
@@ -121,23 +122,25 @@ class Statistics:
 
         Numbers on a device are added in place, so that a CUDA graph may add them.
         """
-        device = keys.device if isinstance(keys, Tensor) else torch.device("cpu")
         with self._lock:
             for name in (VISIBLE, READ_DENSELY) if all_read else (VISIBLE,):
-                total = self._total(name, device)
-                total += keys * self._reads_per_head
+                if isinstance(keys, Tensor):
+                    total = self._total(name, keys.device)
+                    total += keys * self._reads_per_head
+                else:
+                    self._keys[name] += keys * self._reads_per_head
 
     def share_of_keys(self) -> float | None:
         """Returns the keys that decoding read over the visible ones, or None if there are none."""
         with self._lock:
-            visible, read = self._sum(VISIBLE), self._sum(READ_DENSELY)
+            visible, read = (self._sum(name) + self._keys[name] for name in (VISIBLE, READ_DENSELY))
             read += sum(int(counts.sum()) for counts in self._key_counts.values())
         return read / visible if visible else None
 
     def clear(self) -> None:
         """Forgets all counts and means."""
         with self._lock:
-            self._restore(Counter(), {})
+            self._restore(Counter(), Counter(), {})
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -145,16 +148,16 @@ class Statistics:
         with self._lock:
             self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
-            counts = self._counts.copy()
+            counts = self._counts.copy(), self._keys.copy()
         try:
             yield
         finally:
             with self._lock:
-                self._restore(counts, on_device)
+                self._restore(*counts, on_device)
 
-    def _restore(self, counts: Counter[Name], on_device: dict[int, Tensor]) -> None:
+    def _restore(self, counts: Counter[Name], keys: Counter[Name], on_device: dict[int, Tensor]) -> None:
         """Sets all counters; those on a device in place, since graphs hold their addresses, and to 0 if they are new."""
-        self._counts = counts
+        self._counts, self._keys = counts, keys
         self._synchronize()
         for x in self._tensors():
             x.copy_(on_device.get(id(x), torch.zeros_like(x)))

@@ -162,7 +162,7 @@ def examples(samples: dict[str, list[ruler.Sample]], texts: Sequence[str]) -> li
 
 def paired_scores(one: EvalRow, other: EvalRow) -> Difference:
     """Returns the difference of two averages over the tasks of RULER, of the same prompts."""
-    return paired_means(one.extra["scores"], other.extra["scores"])
+    return one.score - other.score, paired_means(one.extra["scores"], other.extra["scores"])[1]
 
 
 TASK = Task(

@@ -65,7 +65,7 @@ class UntrainedRouter(Router):
     A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError if there is none.
     """
 
-    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, head_dim: int = 0, seed: int = 0) -> None:
+    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, *, head_dim: int = 0, seed: int = 0) -> None:
         super().__init__()
         require(num_buckets >= 1, "num_buckets", num_buckets, "expected 1 or more buckets")
         self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads
@@ -74,7 +74,7 @@ class UntrainedRouter(Router):
     @classmethod
     def for_model(cls, config: Any, num_buckets: int, layers: list[int], seed: int) -> Self:
         """Creates the router for the model of ``config``; ``seed`` is that of random ones."""
-        return cls(num_buckets, layers, num_kv_heads(config), head_dim(config), seed)
+        return cls(num_buckets, layers, num_kv_heads(config), head_dim=head_dim(config), seed=seed)
 
     def shard(self, part: HeadShard) -> Self:
         """Returns the router of a part of the heads, for tensor parallelism."""

@@ -181,7 +181,7 @@ class BucketLayer(GrowingLayer):
 
     @property
     def index(self) -> BucketIndex:
-        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions."""
+        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
         if self._offsets is None:
             self._store_empty_index()
         assert self._offsets is not None
@@ -204,10 +204,13 @@ class BucketLayer(GrowingLayer):
         this assumes consecutive positions in a sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown
         is raised.
         """
-        num_keys, due = self.get_seq_length(), self._is_due(x.k_nope.shape[2])
+        start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
+        if start + num_new > num_keys:  # keys were assigned to the layer, which crop does not see
+            raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
+        due = self._is_due(num_new)
         if rotation is not None and not due:
             return
-        for first in range(self.bucket_buffer.length, num_keys, ASSIGNED_AT_ONCE):
+        for first in range(start, num_keys, ASSIGNED_AT_ONCE):
             end = min(first + ASSIGNED_AT_ONCE, num_keys)
             new = self._buckets(x, rotation, first, end)
             self.bucket_buffer.reserve(num_keys, new)
@@ -236,7 +239,8 @@ class BucketLayer(GrowingLayer):
         return self.get_seq_length() + new_tokens - self.indexed >= self.rebuild_every
 
     def _store_empty_index(self) -> None:
-        assert self.keys is not None
+        if self.keys is None:
+            raise RuntimeError("index: the layer has no keys")
         self._store_index(self.keys.new_empty(*self.keys.shape[:2], 0, dtype=torch.int32))
 
     def _store_index(self, buckets: Tensor | None) -> None:

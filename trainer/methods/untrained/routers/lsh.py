@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -32,6 +33,7 @@ class CollidingKeys(UntrainedBlocks):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        require(self.head_dim >= 1, "head_dim", self.head_dim, "expected the size of a head")
         generator = torch.Generator().manual_seed(self.seed)
         self.register_buffer("vectors", torch.randn(self.head_dim, TABLES * BITS, generator=generator))
 
