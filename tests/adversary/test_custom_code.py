@@ -106,6 +106,7 @@ def named_modules() -> Iterator[tuple[str, Damage]]:
     yield "custom_generate", edited(GENERATION, "custom_generate", value="custom_generate/generate.py")
 
 
+@pytest.mark.slow
 def test_modules(tries: Tries, models: Models) -> None:
     """A tokenizer with code of its own is refused; a model of a known family needs none."""
     own = edited(CONFIG, "model_type", value="own")

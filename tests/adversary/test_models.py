@@ -75,6 +75,7 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.slow
 def test_values_of_the_configuration(tries: Tries, models: Models) -> None:
     """Each key with a value, and each value; families in turn where it matters."""
     own = [key for key in json.loads((models.base() / CONFIG).read_text()) if key not in UNREAD]
@@ -85,6 +86,7 @@ def test_values_of_the_configuration(tries: Tries, models: Models) -> None:
         attempt(tries, models, f"{family} {key}={name}", change, family=family, accepted=accepted)
 
 
+@pytest.mark.slow
 def test_values_of_keys_that_some_families_have(tries: Tries, models: Models) -> None:
     common = {item.name for item in fields(LlamaConfig)} - {"rope_parameters"}
     keys = {
@@ -200,6 +202,7 @@ def noise(path: Path, first: int, last: int, seed: int) -> None:
         overwrite(path, rng.randrange(first, last), rng.randbytes(1))
 
 
+@pytest.mark.slow
 def test_weights(tries: Tries, models: Models) -> None:
     names = ("model.embed_tokens", "model.layers.1.self_attn.k_proj", "model.norm", "lm_head")
     cases = [[(f"{name} {label}", damage) for label, damage in tensor_damages(f"{name}.weight")] for name in names]
@@ -250,6 +253,7 @@ def twice(at: Path) -> None:
     save_file(load_file(second) | {name: torch.zeros_like(load_file(first)[name])}, second, {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_weights_in_parts(tries: Tries, models: Models) -> None:
     for label, damage in index_damages():
         accepted = True if label == "nothing" else None if label in HARMLESS else False

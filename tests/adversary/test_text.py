@@ -190,6 +190,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.slow
 def test_bombs(tries: Tries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 256 MB of free memory, files of a few kilobytes that hold more text than that."""
     monkeypatch.setattr(reading, "free_memory", lambda: 2**28)

@@ -112,6 +112,7 @@ def value(folder: Path) -> float:
     return value
 
 
+@pytest.mark.slow
 def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchange: bool) -> None:
     """A reader beside the writer sees the old artifact or the new one at every moment."""
     folder = tmp_path / "base" / "gate"
