@@ -11,8 +11,8 @@ import torch
 # on a CPU with the embedded model.
 BREAK_EVEN: dict[int, dict[float, int]] = {
     0: {0.8: 4096},  # 2026-11-27, one thread, 4096 tokens: 0.78 of the dense time at 0.8, 1.2 at 0.5
-    # 0.8: one H200, other work on the host, 2026-11-26. 0.5: longer by the ratio on one H100, on which it was 6371 at 0.5
-    # and 5539 at 0.8. 0.9: one H200, 8 layers, 2026-11-27, after the selection took five kernels instead of sixty.
+    # 0.8: one H200, 2026-11-26. 0.5: that of 0.8, longer by the ratio on one H100 (6371 and 5539). 0.9: one H200, 8 layers,
+    # 2026-11-27.
     90: {0.5: 7700, 0.8: 6700, 0.9: 3900},
 }
 

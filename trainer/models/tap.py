@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
-# The same, from the first manager of continuous batching on: transformers accepts only names that contain "flash" for it, with
-# which generate keeps masks without padding, too, and reads them for each token. Models whose last layers read the keys of
-# others (Gemma 4) have it, too: with other names, they cut their queries before these layers, and masks as if those were 4D.
+# The name of the same implementation
+# - from the first manager of continuous batching on, which accepts only names that contain "flash". It is not the name from
+#   the start, because transformers then passes 2D masks to generate, also without padding, and reads them at each token.
+# - for models whose last layers read the keys of others (Gemma 4): with other names these cut queries and 4D masks.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer

@@ -41,7 +41,7 @@ class PagedState:
     ``bucket_layers`` get ``buckets``, int16 ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers``
     keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
     ``is_pooled``, bool ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer. With
-    ``num_buckets``, ``sizes`` keeps the numbers of keys in so many of them.
+    ``num_buckets``, ``sizes`` counts the keys of each bucket.
     """
 
     def __init__(
