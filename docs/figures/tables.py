@@ -55,7 +55,9 @@ def by_sparsity(
     form: str, *numbers: str, head: str = "{}", sparsities: tuple[str, ...] = SPARSITIES, **where: str
 ) -> list[Cell]:
     """Returns a column for each sparsity, which stands for ``{}`` in its head."""
-    shown = [f"{100 * float(x):.0f} %" + " sparse" * (head == "{}" and x == sparsities[0]) for x in sparsities]
+    shown = [f"{100 * float(x):.0f} %" for x in sparsities]
+    if head == "{}":
+        shown[0] += " sparse"
     settings = [f"sparsity {x}" for x in sparsities]
     return [Cell(head.format(text), form, *numbers, setting=x, **where) for text, x in zip(shown, settings, strict=True)]
 

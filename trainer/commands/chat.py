@@ -66,7 +66,7 @@ class Turn(Answer):
             parts.append("dense where that is faster (dense_below=0: sparse everywhere)")
         if self.stats["dense_fallbacks"]:
             parts.append(f"{self.stats['dense_fallbacks']} dense layer passes, not supported")
-        return ", ".join(parts + ["interrupted"] * self.interrupted)
+        return ", ".join([*parts, "interrupted"] if self.interrupted else parts)
 
 
 class StopOnInterrupt(StoppingCriteria):

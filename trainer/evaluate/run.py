@@ -119,7 +119,7 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     if not hasattr(getattr(cfg, row.task), "lengths"):
         return []
     length, batch = row.extra.get("length", ""), row.extra.get("batch", 1)
-    return [row.extra.get("benchmark", ""), f"{length}" + f"x{batch}" * (batch > 1)]
+    return [row.extra.get("benchmark", ""), f"{length}x{batch}" if batch > 1 else f"{length}"]
 
 
 def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:

@@ -76,7 +76,7 @@ def run(job: Job) -> list[EvalRow]:
     advance = job.bar("decoding", len(cases) * len(sizes))
     rows: list[EvalRow] = []
     for length, batch in sizes:
-        where = f"after {length:,} keys" + f", batch {batch}" * (batch > 1)
+        where = f"after {length:,} keys" + (f", batch {batch}" if batch > 1 else "")
         left_out = settings.max_keys is not None and batch * length > settings.max_keys
         if left_out:
             notes.append(f"decoding {where}: left out by eval.decoding.max_keys={settings.max_keys:,}")

@@ -174,7 +174,7 @@ def bucket_recalls(
     if first:
         mass = bucket_attention_mass(x, dense.lse, routing, buckets, num_buckets, positions)
         best = routing.router.only_far(mass, positions + 1 - routing.recent)
-        oracle = ORACLE_ROUTING.of(*[INDEPENDENT] * routing.independent)
+        oracle = ORACLE_ROUTING.of(INDEPENDENT) if routing.independent else ORACLE_ROUTING
         recalls |= {(oracle, label): recall(best, probes) for label, probes in routing.settings(settings.probes) if probes}
     return recalls
 
