@@ -103,9 +103,10 @@ def gate_scores(
     check_poolings("q_pool", q_pool)
     check_rotated("q_rope", q_rope, "q", q)
     head_size, dtype, blocks = q.shape[3], statistics_dtype(q), (num_keys + block_size - 1) // block_size
-    pools = pooled_k.shape[3] // head_size - (q_rope is not None) if pooled_k.dim() == 4 else 0
+    rotated = 0 if q_rope is None else 1
+    pools = pooled_k.shape[3] // head_size - rotated if pooled_k.dim() == 4 else 0
     kv_heads = pooled_k.shape[1] if pools > 0 else 0
-    if not kv_heads or pooled_k.shape != (len(q), kv_heads, blocks, (pools + (q_rope is not None)) * head_size):
+    if not kv_heads or pooled_k.shape != (len(q), kv_heads, blocks, (pools + rotated) * head_size):
         raise ValueError(
             f"pooled_k.shape={tuple(pooled_k.shape)}: expected [{len(q)}, key/value heads, {blocks}, poolings * {head_size}],"
             " the last pooling that of q_rope, if it is given"
