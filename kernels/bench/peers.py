@@ -171,12 +171,17 @@ def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
 
+def causal_pairs(shape: Shape) -> float:
+    """Returns the number of causally visible scores, over all sequences and heads."""
+    return shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2
+
+
 def dense_work(shape: Shape, backward: bool) -> Work:
     """Returns the work of dense causal attention with as many queries as keys.
 
     The forward pass has 2 matrix products, the backward pass 5; inputs and results are moved once.
     """
-    return attention_work(shape, shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2, backward)
+    return attention_work(shape, causal_pairs(shape), backward)
 
 
 def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:

@@ -167,7 +167,7 @@ def _weighted(
     """
     layers, forms = [(*shape.qkv(), weight)], forms_of(module, name)
     dense = peers.dense_work(shape, options.backward)
-    work = Work(dense.flops + flops_per_score * (3 if options.backward else 1) * _pairs(shape), dense.bytes)
+    work = Work(dense.flops + flops_per_score * (3 if options.backward else 1) * peers.causal_pairs(shape), dense.bytes)
     compared = _dense(shape, layers[0][:3], options)
     compared.append(peers.eager(forms.eager, layers, work, 2 * _scores(shape), options.backward))
     return prefill_case(*forms, layers, work, compared, setting, context=context)
@@ -222,11 +222,6 @@ def _scores(shape: Shape) -> int:
     return shape.batch * shape.q_heads * shape.length**2
 
 
-def _pairs(shape: Shape) -> float:
-    """Returns the number of causally visible scores, over all sequences and heads."""
-    return shape.batch * shape.q_heads * shape.length * (shape.length + 1) / 2
-
-
 def _work(shape: Shape, selection: Tensor, backward: bool) -> tuple[Work, float]:
     """Returns the work of attention with a mask or zooms ``[1, heads, T, T]``, and the share of the pairs that is not read.
 
@@ -239,4 +234,4 @@ def _work(shape: Shape, selection: Tensor, backward: bool) -> tuple[Work, float]
     zooms = (1,) if selection.dtype == torch.bool else (1, 2, 4, 8)
     read = sum(float(((selection == z).sum((0, 1)) * (below / z + on_diagonal)).sum()) for z in zooms)
     pairs = read * shape.batch * shape.q_heads / selection.shape[1]
-    return peers.attention_work(shape, pairs, backward), 1 - pairs / _pairs(shape)
+    return peers.attention_work(shape, pairs, backward), 1 - pairs / peers.causal_pairs(shape)

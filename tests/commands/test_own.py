@@ -83,7 +83,7 @@ def test_sizes_are_possible_for_every_number_of_positions(positions: int) -> Non
     assert all(length <= positions for length in sizes["latency_lengths"])
 
 
-def test_packaged_models_and_the_embedded_one(tmp_path: Path) -> None:
+def test_packaged_models_and_the_embedded_one() -> None:
     assert own_overrides("llama3", None) == ["model=llama3"]
     assert own_overrides(None, None) == []
     assert compose("train-gate", own_overrides(str(EMBEDDED), None)).data.seq_len == 4096

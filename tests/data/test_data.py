@@ -219,7 +219,7 @@ def test_the_error_for_too_little_text_gives_the_token_count(tmp_path: Path, tok
         chunks(text_config(tmp_path / "short.txt", seq_len=64), tokenizer, seed=0, heldout=True)
 
 
-def test_a_tokenizer_that_fails_on_a_text_is_refused_in_one_line(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_that_fails_on_a_text_is_refused_in_one_line() -> None:
     """Its regular expression takes too many steps on the text; the library then raises what is no Exception."""
     failing = PreTrainedTokenizerFast.from_pretrained(EMBEDDED_MODEL)
     splits: Any = pre_tokenizers

@@ -39,9 +39,9 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
         assert read.float().mean().item() == pytest.approx(0.4, abs=0.05 if scores == "a_shape" else 0.02)
 
 
-def scores_of_power_law(blocks: int, exponent: float, seed: int) -> Tensor:
+def scores_of_power_law(blocks: int, seed: int) -> Tensor:
     """Heavy-tailed scores of 16 heads, whose rows sum to 1: a few blocks of a row hold most of it, as in a language model."""
-    raw = torch.rand(1, 16, blocks, blocks, generator=torch.Generator().manual_seed(seed)) ** -exponent
+    raw = torch.rand(1, 16, blocks, blocks, generator=torch.Generator().manual_seed(seed)) ** -0.5
     raw = raw * torch.ones(blocks, blocks).tril()
     return raw / raw.sum(-1, keepdim=True)
 
@@ -52,7 +52,7 @@ class Drawn:
     block_size = BLOCK
 
     def __call__(self, x) -> Tensor:
-        return scores_of_power_law(x.num_keys // BLOCK, 0.5, seed=x.num_keys)
+        return scores_of_power_law(x.num_keys // BLOCK, seed=x.num_keys)
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.9])
@@ -63,7 +63,7 @@ def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity
     (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
     for blocks in (24, 32, 64, 128):
         candidates = candidate_blocks(layer_inputs(blocks * BLOCK), BLOCK)
-        mask = policy(scores_of_power_law(blocks, 0.5, seed=blocks), candidates)[:, :, 16:]
+        mask = policy(scores_of_power_law(blocks, seed=blocks), candidates)[:, :, 16:]
         visible = torch.arange(17, blocks + 1)
         least = torch.maximum((1 - sparsity) * visible, torch.tensor(3.0)) / visible
         assert (mask.sum(-1) / visible).mean().item() == pytest.approx(least.mean().item(), abs=0.02)

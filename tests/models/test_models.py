@@ -133,7 +133,7 @@ def test_out_of_memory_while_loading_is_a_user_error(folder: Path, monkeypatch: 
         load(pretrained(folder), device="cpu")
 
 
-def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

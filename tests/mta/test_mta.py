@@ -35,13 +35,12 @@ def new_weights(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: weight for name, weight in model.named_parameters() if name.endswith(names)}
 
 
-def converted(name: str, *, perturbed: bool = True) -> Any:
-    """A tiny Llama with multi-token attention, whose new weights are perturbed away from the identity by default."""
+def converted(name: str) -> Any:
+    """A tiny Llama with multi-token attention, whose new weights are perturbed away from the identity."""
     model = convert(tiny_model(), **OPTIONS[name])
-    if perturbed:
-        for seed, weight in enumerate(new_weights(model).values()):
-            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
-            weight.data.add_(noise, alpha=0.3)
+    for seed, weight in enumerate(new_weights(model).values()):
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        weight.data.add_(noise, alpha=0.3)
     return model.requires_grad_(False)
 
 

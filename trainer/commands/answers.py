@@ -194,8 +194,3 @@ class Answer:
 def format_number(value: float | None) -> str:
     """Returns three significant digits, or - if there is no value."""
     return "-" if value is None or value != value else f"{value:.3g}"
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """Returns the number of first tokens that are equal."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

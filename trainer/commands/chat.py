@@ -21,7 +21,6 @@ from msattn.trainer.commands.answers import (
     Clock,
     Served,
     check_fits,
-    common_prefix,
     describe,
     format_number,
     generate_greedily,
@@ -30,7 +29,7 @@ from msattn.trainer.commands.answers import (
 )
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
-from msattn.trainer.models.chat import Messages, around_prompt, encode_conversation
+from msattn.trainer.models.chat import Messages, around_prompt, common_prefix, encode_conversation
 from msattn.trainer.progress import report
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import can_crop

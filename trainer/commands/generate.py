@@ -10,7 +10,6 @@ from msattn.trainer.commands.answers import (
     Answer,
     Clock,
     check_fits,
-    common_prefix,
     describe,
     format_number,
     generate_greedily,
@@ -21,7 +20,7 @@ from msattn.trainer.commands.chat import chat as run_chat
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.models import Loaded
-from msattn.trainer.models.chat import encode_prompt
+from msattn.trainer.models.chat import common_prefix, encode_prompt
 from msattn.trainer.progress import activity
 from msattn.trainer.serving.attach import attach
 

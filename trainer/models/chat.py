@@ -54,6 +54,11 @@ def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tu
     return first, last
 
 
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Returns the number of first tokens that are equal."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+
+
 def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
     """Returns True if prompts become messages; ``chat=None`` leaves that to the tokenizer."""
     return tokenizer.chat_template is not None if chat is None else chat

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from msattn.trainer import models
-from msattn.trainer.commands.answers import common_prefix
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.errors import UserError, first_line, run_program
 from msattn.trainer.evaluate.tasks import throughput
 from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, cost, random_gate, random_router
 from msattn.trainer.memory import release_memory
+from msattn.trainer.models.chat import common_prefix
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.ranks import is_main_rank, num_ranks
@@ -66,8 +66,7 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
     model = _load(cfg)
     settings, alone = cfg.eval.throughput, engine == "generate"
     for length, requests in product(settings.lengths, [1] if alone else settings.requests):
-        generator = torch.Generator().manual_seed(cfg.seed)
-        prompts = torch.randint(models.text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
+        prompts = throughput.random_prompts(model, requests, length, cfg.seed)
         dense: Answers | None = None
         for name, attached in _cases(cfg, model, alone=alone, cuda_graphs=cuda_graphs).items():
             release_memory()  # frees the last measurement's cache and graphs

@@ -174,7 +174,7 @@ def test_bins_and_probes(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lengths(folder: Path, loaded: Loaded) -> None:
+def test_lengths(folder: Path) -> None:
     made_task(folder)
     found = measure(settings(folder, "made", lengths=[64, 192], limit=2))
     scores = {key: (row["score"], row["score_name"], row["samples"]) for key, row in found.items()}

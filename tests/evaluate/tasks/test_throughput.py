@@ -45,7 +45,7 @@ def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_requests_wait_for_pages(tmp_path: Path) -> None:
     model = models.load(timed_config(tmp_path).model, device="cpu").model
-    prompts = throughput._random_prompts(model, 4, 96, seed=0)
+    prompts = throughput.random_prompts(model, 4, 96, seed=0)
     done = measure(model, nullcontext, prompts, replace(SETTINGS, pages=6))
     assert sum(map(len, done.answers)) == 4 * 5
     assert done.first_tokens == sorted(done.first_tokens)

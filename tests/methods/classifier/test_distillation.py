@@ -1,7 +1,5 @@
 """Distillation of query classifiers: sampled batches, loss and routing recall."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,8 +21,8 @@ def random_targets(count: torch.Tensor, size: int, buckets: int) -> QueryTargets
     )
 
 
-def random_qmodel(layers: list[int], heads: int, size: int, buckets: int, **settings: Any) -> QModel:
-    return QModel(random_partition(buckets, layers=layers, size=size), heads, 6, **settings)
+def random_qmodel(layers: list[int], *, residual: bool) -> QModel:
+    return QModel(random_partition(5, layers=layers, size=8), 2, 6, residual=residual)
 
 
 def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
@@ -55,7 +53,7 @@ def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
 @pytest.mark.parametrize("residual", [False, True])
 def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: bool) -> None:
     rows = random_targets(torch.tensor([[9, 4], [6, 8]]), 8, 5)
-    qmodel = random_qmodel([1, 3], 2, 8, 5, residual=residual)
+    qmodel = random_qmodel([1, 3], residual=residual)
     seeds = torch.tensor([12345])
     batches = CachedBatches(rows, [1, 3], 16)
     outputs = Distiller(qmodel, batches)(seeds)
@@ -74,7 +72,7 @@ def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: 
 
 def test_a_step_compiles_without_graph_breaks() -> None:
     rows = random_targets(torch.tensor([[9, 4]]), 8, 5)
-    distiller = Distiller(random_qmodel([0], 2, 8, 5, residual=True), CachedBatches(rows, [0], 16))
+    distiller = Distiller(random_qmodel([0], residual=True), CachedBatches(rows, [0], 16))
     seeds = torch.tensor([3])
     eager = distiller(seeds)["loss"]
     compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(seeds)["loss"]

@@ -35,9 +35,9 @@ from tests.jobs import Job, prepare
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def blobs(heads: int = 2, num_points: int = 3000, dim: int = 16, modes: int = 24, seed: int = 0) -> Tensor:
+def blobs(heads: int = 2, num_points: int = 3000, modes: int = 24, seed: int = 0) -> Tensor:
     """Returns points around random directions, with random norms: ``[H, n, D]``."""
-    generator = torch.Generator().manual_seed(seed)
+    dim, generator = 16, torch.Generator().manual_seed(seed)
     centres = normalize(torch.randn(heads, modes, dim, generator=generator), dim=-1)
     picked = torch.randint(0, modes, (heads, num_points), generator=generator)
     noise = 0.15 * torch.randn(heads, num_points, dim, generator=generator)

@@ -236,9 +236,9 @@ def test_cached_targets_of_another_dtype_are_rejected(text: Path, trained: Path,
         train_qmodel(replace(cfg, dtype="bfloat16", resume=True, overwrite=True))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("min_distance", [None, 10])
-@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "min_distance", "rope"), [(False, None, False), (False, 10, True), (True, None, True), (True, 10, False)]
+)
 def test_targets_are_the_attention_mass_of_long_range_queries(causal: bool, min_distance: int | None, rope: bool) -> None:
     x = inputs_of_layers(tiny_model(), random_tokens(1, 60))[1]
     partition = random_partition(BUCKETS, rope=rope)

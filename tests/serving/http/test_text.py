@@ -81,7 +81,7 @@ def encoded(tokenizer: Any, prompt: str, longest: int = 100) -> list[int]:
     return encoder.encode(CompletionBody(model="tiny", prompt=prompt))[0]
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one(tokenizer: Any, words: Any) -> None:
+def test_a_text_that_begins_with_bos_gets_no_second_one(words: Any) -> None:
     """Texts for models are often kept with their first token. Only a tokenizer that adds one doubles it."""
     words.bos_token = "t1"
     assert encoded(words, "t1 t1 t2") == [1, 1, 2]

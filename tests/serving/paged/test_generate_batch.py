@@ -174,7 +174,7 @@ def test_routers_without_training(router: str) -> None:
 
 
 @pytest.mark.parametrize("pages_of_request", [None, 0])
-def test_short_sequences_stay_dense(monkeypatch: pytest.MonkeyPatch, pages_of_request: int | None) -> None:
+def test_short_sequences_stay_dense(pages_of_request: int | None) -> None:
     """Those that are too short for buckets read every key, beside others that do not."""
     model, (short, long) = tiny_model(), prompts_of(40, 190)
     options: dict[str, Any] = {**ROUTED, "recent": 8, "select": EVERY_BLOCK, "gate": gate_for(model), "dense_below": 100}

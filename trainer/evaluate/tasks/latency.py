@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from msattn.trainer.config import LatencyConfig
 from msattn.trainer.evaluate.compared import MethodSetting
@@ -175,8 +175,6 @@ def measure(
 
 def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cache | None = None) -> Cache | None:
     """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model creates one."""
-    from transformers import DynamicCache
-
     new_tokens = ids.shape[1] - situation.cached
     if situation.cached and used is not None and can_crop(used):
         used.crop(-new_tokens)

@@ -326,7 +326,5 @@ TASK = Task(
         "own answers": ("answers", "{:.1%}"),
     },
     files=("path",),
-    quality=Quality(
-        "likelihood of expected answers", paired_likelihoods, value=lambda row: row.ratio_to_dense or 0.0, form=".1%"
-    ),
+    quality=Quality("likelihood of expected answers", paired_likelihoods, value=lambda row: row.ratio_to_dense or 0.0),
 )

@@ -95,9 +95,8 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
 
 @torch.inference_mode()
 def prefill(loaded: Loaded, input_ids: Tensor) -> Tensor:
-    """Returns the last hidden states ``[B, N, hidden]`` of tokens ``[N]`` or ``[B, N]``, in one pass without a cache."""
-    ids = torch.atleast_2d(input_ids).to(loaded.model.device)
-    return tap.run_backbone(loaded.model, ids)
+    """Returns the last hidden states ``[1, N, hidden]`` of tokens ``[N]``, in one pass without a cache."""
+    return tap.run_backbone(loaded.model, input_ids[None].to(loaded.model.device))
 
 
 def measure(

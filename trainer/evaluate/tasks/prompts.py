@@ -13,7 +13,7 @@ from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, Question, answer, paired_answers
-from msattn.trainer.models.chat import encode_prompt
+from msattn.trainer.models.chat import common_prefix, encode_prompt
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.loading import Loaded
 
@@ -79,8 +79,7 @@ def as_row(
 
 def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:
     """Returns the share of the dense answer's tokens before the first one that differs."""
-    equal = next((i for i, (one, other) in enumerate(zip(tokens, dense, strict=False)) if one != other), len(dense))
-    return min(equal, len(tokens)) / len(dense) if dense else 1.0
+    return common_prefix(tokens, dense) / len(dense) if dense else 1.0
 
 
 TASK = Task(

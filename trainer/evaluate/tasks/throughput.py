@@ -61,7 +61,7 @@ def run(job: Job) -> list[EvalRow]:
     advance = job.bar("throughput", len(cases) * len(sizes))
     rows: list[EvalRow] = []
     for length, requests in sizes:
-        prompts = _random_prompts(model, requests, length, job.cfg.seed)
+        prompts = random_prompts(model, requests, length, job.cfg.seed)
         done: list[tuple[MethodSetting, ThroughputRun]] = []
         for case in cases:
             release_memory()  # frees the last measurement's cache and graphs
@@ -90,7 +90,7 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> lis
     ]
 
 
-def _random_prompts(model: PreTrainedModel, requests: int, length: int, seed: int) -> list[list[int]]:
+def random_prompts(model: PreTrainedModel, requests: int, length: int, seed: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig, GateConfig
@@ -56,8 +57,6 @@ def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens:
 
     An attached model takes it over without copying it. It grows where some layers keep the model's own attention.
     """
-    from transformers import StaticCache
-
     config: Any = model.config
     if len(models.served_layers(config)) < models.num_layers(config):
         return random_dynamic_cache(model, batch, length, seed=seed)
@@ -90,9 +89,6 @@ def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, see
 
     Layers of linear attention begin with an empty state, whose size does not depend on the length.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import CacheLayerMixin
-
     config = model.config
     cache = DynamicCache(config=config)
     generator = torch.Generator(model.device).manual_seed(seed)
