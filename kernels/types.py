@@ -1,4 +1,4 @@
-"""Result types shared by every operation of :mod:`msattn.kernels`.
+"""Types that are shared by the operations of :mod:`msattn.kernels`.
 
 Shapes follow one notation: ``B`` batch, ``Hq`` query heads, ``Hkv`` key/value heads, ``N`` queries, ``M`` keys, ``D`` head
 size, ``Tr``/``Tc`` row/column blocks, ``C`` buckets, ``L`` probes. Every ``lse`` is the natural logarithm of the sum of

@@ -97,10 +97,10 @@ def launch(
     return dq, dk, dv
 
 
-UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+UNSPECIALIZED = ["kv_heads", "row_blocks", "col_blocks", "list_batch"]
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "list_heads", "stride_stats"])
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
@@ -156,7 +156,7 @@ def _dq_step(
     return dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,

@@ -113,10 +113,10 @@ def launch(
     return dq, dk, dv
 
 
-UNSPECIALIZED = ["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+UNSPECIALIZED = ["kv_heads", "row_blocks", "col_blocks", "list_batch"]
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "stride_stats"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "list_heads", "stride_stats"])
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, means_ptr,
     lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, counts_ptr, kv_start_ptr,
@@ -176,7 +176,7 @@ def _dq_kernel(
     store_tile(dq_ptr, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED[1:-1])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, dmeans_ptr, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,

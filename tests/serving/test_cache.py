@@ -21,18 +21,13 @@ LAYERS = 3
 
 
 class ModuloRouter:
-    """Router for keys that hold a number: key i is in bucket i % BUCKETS."""
+    """Partition of keys that hold a number: key i is in bucket i % BUCKETS."""
 
-    num_buckets, layers = BUCKETS, [0]
+    num_buckets = BUCKETS
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         assert torch.equal(k_nope, k)
         return (k_nope[..., 0] % BUCKETS).to(torch.int32)
-
-    def scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    head_scores = probe = scores
 
 
 def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> None:

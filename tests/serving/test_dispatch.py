@@ -89,7 +89,7 @@ def test_sequences_that_are_too_short_for_buckets() -> None:
         (100, 240, padding, [True, False]),
         (2**40, lengths, None, [True, True]),
     ):
-        found = dispatch(routed=ROUTED, shortest=shortest).short_rows(2, keys, given)
+        found = dispatch(routed=ROUTED, shortest=shortest).short_sequences(2, keys, given)
         assert found is not None
         assert found.tolist() == expected
-    assert dispatch(routed=ROUTED, shortest=0).short_rows(2, lengths) is None, "nothing is compared on the device"
+    assert dispatch(routed=ROUTED, shortest=0).short_sequences(2, lengths) is None, "nothing is compared on the device"

@@ -8,7 +8,7 @@ never used.
 
 from msattn.trainer.artifacts.folders import SHIPPED, artifacts_of_run, default_artifact, find
 from msattn.trainer.artifacts.hub import push
-from msattn.trainer.artifacts.manifest import IDENTITY_FIELDS, KINDS, Artifact, check_model
+from msattn.trainer.artifacts.manifest import KINDS, Artifact, check_model, identity
 from msattn.trainer.artifacts.module import ArtifactModule
 from msattn.trainer.artifacts.reading import check_tensors, read, read_kind
-from msattn.trainer.artifacts.writing import check_writable, print_summary, versions, write
+from msattn.trainer.artifacts.writing import check_writable, one_line, print_summary, versions, without_layers, write

@@ -24,6 +24,11 @@ Count = Annotated[int, Interval(ge=1, le=10_000)]
 Sha256 = Annotated[str, Len(64, 64)]
 
 
+def identity(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of a model's fingerprint in which two runs or artifacts of the same model agree."""
+    return {field: fingerprint[field] for field in IDENTITY_FIELDS}
+
+
 @dataclass(frozen=True)
 class BaseModel:
     """The model that an artifact was made for, see :func:`msattn.trainer.models.identity.fingerprint`."""

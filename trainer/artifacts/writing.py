@@ -102,8 +102,17 @@ def write(
 
 def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
     """Prints the folder of an artifact and its metrics in one line, without the metrics of single layers."""
-    figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "layer" not in name)
-    print(f"{folder}  {figures}", flush=True)
+    print(f"{folder}  {one_line(metrics)}", flush=True)
+
+
+def one_line(metrics: Mapping[str, float]) -> str:
+    """Returns the metrics over all layers in one line."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in without_layers(metrics).items())
+
+
+def without_layers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics over all layers, without those of single layers."""
+    return {name: value for name, value in metrics.items() if "layer" not in name}
 
 
 def versions() -> dict[str, str]:

@@ -146,10 +146,9 @@ class _Kept:
     def __init__(self, cfg: EvalRunConfig, loaded: Loaded, items: list[dict[str, Any]]) -> None:
         self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
         text = hashlib.sha256(b"".join(each["input_ids"].numpy().tobytes() for each in items)).hexdigest()
-        model = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
         code = [file_hash(path) for path in sorted(Path(methods_package.__file__).parent.rglob("*.py"))]
         device = loaded.model.device.type, str(loaded.model.dtype)
-        self._depends_on = {"text": text, "model": model, "code": code, "device": device}
+        self._depends_on = {"text": text, "model": artifacts.identity(loaded.fingerprint), "code": code, "device": device}
 
     def array(self, what: str, identity: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
         """Returns the array of ``make``, or the one that was kept for the same ``identity``, model and text."""

@@ -150,14 +150,14 @@ class ComparedRouting:
         budget = self.router.budget(keys=setting) if isinstance(setting, float) else self.router.budget(probes=setting)
         return self.router.choose(scores, budget, None if sizes is None else lambda: sizes)
 
-    def reads(self, setting: int | float) -> dict[str, Any]:
+    def attach_options(self, setting: int | float) -> dict[str, Any]:
         """Returns the arguments of ``msattn.attach`` that say which keys are read in a setting."""
         window = {"recent": self.recent, "sink": self.sink, "dense_layers": self.dense_layers}
         return {**window, "keys" if isinstance(setting, float) else "probes": setting}
 
     def attach(self, model: PreTrainedModel, setting: int | float, *, dense_below: int = 0) -> AbstractContextManager[Sparse]:
         """Attaches the routing to ``model``, by default so that it decodes sparsely after prompts of every length."""
-        options = self.reads(setting)
+        options = self.attach_options(setting)
         return attach(model, qmodel=self.router, dense_below=dense_below, independent=self.independent, **options)
 
 
@@ -167,7 +167,7 @@ class Compared:
 
     block_selections: list[ComparedSelection]  # for sparse prefill
     bucket_routings: list[ComparedRouting]  # for sparse decoding
-    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # keyed by kind
+    manifests: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind, or "kind (source)"
     notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
 

@@ -108,7 +108,7 @@ class Job:
 def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> dict[str, Any]:
     """Returns the settings that the rows of an evaluation depend on, with the names of the command line."""
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
-    model = {key: loaded.fingerprint[key] for key in artifacts.IDENTITY_FIELDS} | given["model"]
+    model = artifacts.identity(loaded.fingerprint) | given["model"]
     hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
     return given | device | {"version": __version__, "texts": texts_hash(cfg), "model": model, "hash": hashes}

@@ -34,7 +34,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     and settings that do not fit raise UserError before the first task runs.
     """
     folder = cfg.folder / "eval"
-    _prepare(folder)
+    _clear_leftovers(folder)
     other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_config", None):
@@ -139,7 +139,7 @@ def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> Non
             routing.settings(getattr(section, "probes", []))
 
 
-def _prepare(folder: Path) -> None:
+def _clear_leftovers(folder: Path) -> None:
     """Removes leftovers of a killed run. Raises UserError, before the first task runs, if results could not be written."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"outputs={folder}: this is a file; results need a folder of this name")

@@ -25,7 +25,7 @@ from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import gate_recall
-from msattn.trainer.methods.gate.train import gate_thresholds, without_layers, write_gate
+from msattn.trainer.methods.gate.train import gate_thresholds, write_gate
 from msattn.trainer.methods.selection import always_read
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.ranks import num_ranks
@@ -76,7 +76,7 @@ def finetune(cfg: FinetuneConfig) -> Path:
             result = _fit(cfg, tuner, items, heldout, work, tracker, _settings(cfg, loaded, chunks, gate))
         if gate is not None and gate.artifact is not None:
             tracker.use_artifact(gate.artifact)
-        metrics = without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
+        metrics = artifacts.without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
         tracker.summary(metrics)
         facts = {"from": loaded.fingerprint, "config": config, "data": chunks.fingerprint, "metrics": metrics}
         _write_model(tuner.model, loaded.tokenizer, dtype, folder, facts)
@@ -110,9 +110,8 @@ def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
 def _settings(cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None) -> dict[str, Any]:
     """Returns the settings other than ``train`` that must be the same when training resumes."""
     gate_hash = gate.artifact.manifest["content_hash"] if gate is not None and gate.artifact else None
-    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
     own = {"gate_weight": cfg.gate_weight, "tasks": cfg.tasks, "dtype": cfg.dtype, "select": cfg.select.as_dict()}
-    return own | {"artifacts": {"gate": gate_hash}, "model": identity, "data": chunks.fingerprint}
+    return own | {"artifacts": {"gate": gate_hash}, "model": artifacts.identity(loaded.fingerprint), "data": chunks.fingerprint}
 
 
 def _fit(
@@ -249,4 +248,4 @@ def _write_trained_gate(cfg: FinetuneConfig, gate: Gate, folder: Path, chunks: d
     trained.thresholds = gate_thresholds(trained, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True))
     metrics = gate_recall(trained, loaded.model, rank_shard(heldout, len(heldout)))
     if PartialState().is_main_process:
-        write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, without_layers(metrics))
+        write_gate(folder.with_name("gate"), trained, cfg, loaded, chunks, artifacts.without_layers(metrics))

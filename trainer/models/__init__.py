@@ -19,6 +19,7 @@ from msattn.trainer.models.families import (
     num_layers,
     output_logits,
     served_layers,
+    shape,
     text_config,
 )
 from msattn.trainer.models.identity import fingerprint

@@ -101,7 +101,7 @@ def _cases(cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_grap
     served = {"gate": gate.gate, "qmodel": routing.router, "cuda_graphs": cuda_graphs}
     ((_, setting),) = routing.own_settings()
     everything = {"select": SelectConfig(sparsity=0.0), "probes": routing.router.num_buckets, "dense_layers": ()}
-    sparse = {"select": gate.select, **routing.reads(setting)}
+    sparse = {"select": gate.select, **routing.attach_options(setting)}
     return {
         "dense": nullcontext if alone else partial(attach, model, **served, **sparse, dense_below=ALWAYS_DENSE),
         "sparse": partial(attach, model, **served, **sparse, dense_below=0),

@@ -78,7 +78,7 @@ class Dispatch:
         """Returns the number of tokens, after ``keys``, until the new tokens of each sequence read buckets; 0: they do."""
         return max(0, self.shortest_routed(batch) - keys) if self.routed_layers else sys.maxsize
 
-    def short_rows(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
+    def short_sequences(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
         """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.
 
         Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``. Short ones get a window of all

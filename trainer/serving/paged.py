@@ -167,7 +167,7 @@ class PagedAttention:
         q_nope = _tokens(x.q_nope, rows.tokens).unsqueeze(2)
         counts = self._counter(current.state)[: len(q)]
         if rows.window is None:
-            short = self.dispatch.short_rows(len(rows.kv_len), rows.kv_len)
+            short = self.dispatch.short_sequences(len(rows.kv_len), rows.kv_len)
             rows.window = whole_window(routed.recent, rows.kv_len, short)
         keys = _placeholder(q, len(q), x.k.shape[1], 1)
         queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)

@@ -112,14 +112,14 @@ class Sparse(NotCopied):
         known = layer is not None and not x.q.requires_grad  # attention over buckets has no gradient
         routed, dense_reason = self.dispatch.decide_tokens(x.layer, x.num_keys, len(x.q), known=known)
         if routed is not None and layer is not None:
-            return routed.attend(x, layer, self._short_rows(x, x.num_keys))
+            return routed.attend(x, layer, self._short_sequences(x, x.num_keys))
         if dense_reason is not None:
             self.statistics.count(dense_reason)
             self.statistics.add_visible(visible_keys(x), all_read=True)
         return self._dense_attention(x)
 
-    def _short_rows(self, x: LayerInputs, keys: int | Tensor | None) -> Tensor | None:
-        return None if x.kv_start is None or keys is None else self.dispatch.short_rows(len(x.q), keys, x.kv_start)
+    def _short_sequences(self, x: LayerInputs, keys: int | Tensor | None) -> Tensor | None:
+        return None if x.kv_start is None or keys is None else self.dispatch.short_sequences(len(x.q), keys, x.kv_start)
 
     def _dense_attention(self, x: LayerInputs) -> Tensor:
         with self.statistics.timed("attention"):
@@ -187,4 +187,4 @@ class Sparse(NotCopied):
         routed = None if dense else self.dispatch.decide_tokens(x.layer, None, len(x.q)).attention
         if routed is None:
             return decoded_attention(x).out
-        return routed.attend_step(x, window, self._short_rows(x, x.kv_len))
+        return routed.attend_step(x, window, self._short_sequences(x, x.kv_len))

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from msattn.trainer.artifacts import one_line
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
 from msattn.trainer.memory import peak_memory
@@ -234,9 +235,9 @@ class TrainingCallback(TrainerCallback):
         """
         shown = dict(figures)
         left = shown.pop("seconds_left", None)
-        line = _one_line(shown)
+        line = one_line(shown)
         if self.console.is_terminal:
-            longer = f"{line}  {_one_line(evaluated or {})}".rstrip().split("  ")
+            longer = f"{line}  {one_line(evaluated or {})}".rstrip().split("  ")
             while len(longer) > 1 and BAR_WIDTH + len("  ".join(longer)) > self.console.width:
                 longer.pop()
             line = "  ".join(longer)
@@ -290,7 +291,3 @@ class TrainingCallback(TrainerCallback):
         finally:
             for number in STOP_SIGNALS:
                 signal.signal(number, previous_handlers[number])
-
-
-def _one_line(figures: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items() if "layer" not in name)

@@ -4,18 +4,18 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import transformers
 
-from msattn.trainer.serving.paged import TRANSFORMERS_NEEDED
-
-OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_NEEDED
+from msattn.trainer.errors import UserError
+from msattn.trainer.serving.paged import check_version
 
 
 @pytest.fixture(autouse=True)
 def _new_transformers() -> None:
     """Skips the test where msattn refuses continuous batching, as on machines for GPU tests with an older transformers."""
-    if OLD:
-        pytest.skip(f"needs transformers {'.'.join(map(str, TRANSFORMERS_NEEDED))}, {transformers.__version__} is installed")
+    try:
+        check_version("generate_batch")
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(autouse=True)

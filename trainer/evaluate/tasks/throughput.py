@@ -79,7 +79,7 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> lis
     sparsity = block.select.sparsity
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
     ((read, setting), *_) = routing.own_settings()
-    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.reads(setting))
+    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.attach_options(setting))
     prompts, tokens = block.method, routing.method
     trained = prompts.is_trained and tokens.is_trained
     both = Method(f"{prompts} + {tokens}", f"{prompts.label} + {tokens.label}", trained=trained)

@@ -39,7 +39,7 @@ def batched_kmeans(points: Tensor, num_buckets: int, iterations: int, seed: int,
     return centroids
 
 
-def split_fullest(sums: Tensor, counts: Tensor, centroids: Tensor, capacity: float = math.inf) -> Tensor:
+def split_fullest(sums: Tensor, counts: Tensor, centroids: Tensor, capacity: float) -> Tensor:
     """Returns the means ``[H, C, D]`` of the buckets, after splitting the e-th fullest bucket to replace the e-th smallest one.
 
     The number of splits is the number of empty buckets or of buckets with more than ``capacity`` points, whichever is larger.

@@ -103,7 +103,7 @@ def fit_layers(
     layers: list[int],
     *,
     device: torch.device,
-    quiet: bool = False,
+    quiet: bool,
 ) -> None:
     """Clusters the keys of those ``layers`` that are not finished, and saves ``centroids [Hkv, C, D]`` and stats of each."""
     missing = [layer for layer in layers if layer_part(layer) not in parts]

@@ -261,7 +261,7 @@ class TargetCache:
         """Returns 0: no pass of the model runs during training."""
         return 0
 
-    def max_layer_bytes(self, num_heads: int = 0) -> int:
+    def max_layer_bytes(self, num_heads: int) -> int:
         """Returns the memory that the rows of the largest layer take, in bytes, for any number of classifiers."""
         row_bytes = 2 * (self.partition.centroids.shape[3] + self.partition.num_buckets) + ENTROPY_BYTES
         return int(self.totals("counts").sum(1).max()) * row_bytes

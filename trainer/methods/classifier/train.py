@@ -169,7 +169,7 @@ class _Job:
         *_, num_buckets, head_dim = self.partition.centroids.shape
         weights = cfg.qmodel.hidden * (head_dim + num_buckets)
         elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
-        layer_bytes = self.heldout.max_layer_bytes() + self.train.max_layer_bytes(self.heads)
+        layer_bytes = self.heldout.max_layer_bytes(self.heads) + self.train.max_layer_bytes(self.heads)
         layer_bytes += self.heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
         on_gpu = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_memory() // processes

@@ -52,7 +52,7 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
     @staticmethod
     def of_model(config: "PretrainedConfig", cfg: GateConfig) -> tuple[Shape, Tensor]:
         """Returns the shape of a model, and the frequencies of its gates, which do not use YaRN's attention factor."""
-        shape = Shape(models.num_layers(config), models.num_heads(config), models.num_kv_heads(config), models.head_dim(config))
+        shape = Shape(**models.shape(config))
         hidden = cfg.hidden or shape.head_dim
         inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
         return shape, F.pad(inv_freq, (0, hidden // 2 - len(inv_freq)))

@@ -43,7 +43,7 @@ TARGET, MEAN_WEIGHT = "mass", 0.5  # used until they are chosen
 INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
 
 
-def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | None = None) -> Tensor:
+def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | None) -> Tensor:
     """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
 
     Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the

@@ -102,7 +102,7 @@ def far_blocks(positions: Tensor, num_keys: int, block_size: int, recent: int) -
     return (first_keys <= (positions - recent)[:, None])[None, None]
 
 
-def largest_in_blocks(x: LayerInputs, positions: Tensor, block_size: int, *, sink: int = 0, recent: int = 0) -> Tensor:
+def largest_in_blocks(x: LayerInputs, positions: Tensor, block_size: int, *, sink: int, recent: int = 0) -> Tensor:
     """Returns the largest attention probability in each block, over its keys and the query group: fp32 ``[B, Hkv, n, Tc]``.
 
     Probabilities are those of the full row. The first ``sink`` keys and a query's last ``recent`` keys do not count.

@@ -13,7 +13,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows, row_span, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import GateScores
-from msattn.trainer.methods.untrained.scores.vertical_slash import last_attention, last_positions
+from msattn.trainer.methods.last_queries import last_attention, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64

@@ -61,7 +61,7 @@ def train_gate(cfg: TrainGateConfig) -> Path:
         try:
             _calibrate(cfg, gate, loaded, chunks)
             if gate.cfg != before:  # the recalls in training were those of another weight
-                metrics |= without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
+                metrics |= artifacts.without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
         except KeyboardInterrupt as stop:
             raise type(stop)(
                 f"stopped after training; resume=true continues; {describe_last_checkpoint(work / 'checkpoints')}"
@@ -108,7 +108,7 @@ def _train(
     tracker: Tracker,
 ) -> dict[str, Any]:
     """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
-    identity = {field: loaded.fingerprint[field] for field in artifacts.IDENTITY_FIELDS}
+    identity = artifacts.identity(loaded.fingerprint)
     settings = {"gate": asdict(gate.cfg), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
     _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
@@ -123,7 +123,7 @@ def _train(
         extra_settings=settings,
         evaluate=partial(_evaluate, gate, loaded, heldout, work / "maps", tracker),
     )
-    return without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
+    return artifacts.without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
 
 
 def _evaluate(
@@ -141,11 +141,6 @@ def _evaluate(
         except OSError as error:  # training continues without a picture
             print_once(f"warning: {picture}: {error.strerror}; the picture is left out")
     return recalls
-
-
-def without_layers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metrics over all layers, without those of single layers."""
-    return {name: value for name, value in metrics.items() if "layer" not in name}
 
 
 def write_gate(

@@ -62,7 +62,7 @@ def row_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
 class UntrainedRouter(Router):
     """A router that is created for a model instead of loaded.
 
-    A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError if there is none.
+    A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError for fewer than one bucket.
     """
 
     def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, *, head_dim: int = 0, seed: int = 0) -> None:

@@ -269,11 +269,13 @@ class BucketLayer(GrowingLayer):
         super()._set_length(length)
         self.bucket_buffer.length = min(length, self.bucket_buffer.length)
         if self.indexed > length:
-            self._shorten_index(length)
+            buckets = self.bucket_buffer.filled
+            assert buckets is not None
+            self._store_index(buckets[:, :, : self._still_indexed(length)])
 
-    def _shorten_index(self, length: int) -> None:
-        """Removes keys from position ``length`` on from the index."""
-        self._store_index(self.bucket_buffer.filled)
+    def _still_indexed(self, length: int) -> int:
+        """Returns how many of the first ``length`` keys, which are left, stay in the index."""
+        return length
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -319,11 +321,9 @@ class BlockLayer(BucketLayer):
         self.num_buckets = self._summaries.capacity
         super()._rebuild_index(x, rotation)
 
-    def _shorten_index(self, length: int) -> None:
-        """Removes the blocks that contain a key at or after position ``length``, since summaries cover whole blocks."""
-        assert self.bucket_buffer.filled is not None
-        whole = max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
-        self._store_index(self.bucket_buffer.filled[:, :, :whole])
+    def _still_indexed(self, length: int) -> int:
+        """Leaves out the blocks that contain a key at or after position ``length``, since summaries cover whole blocks."""
+        return max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -332,16 +332,6 @@ class BlockLayer(BucketLayer):
     def addresses(self) -> tuple[int, ...]:
         summaries = self.summaries
         return (*super().addresses(), *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])))
-
-
-def _check_kind(held: Buffer, new: Tensor) -> None:
-    """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
-    x = held.filled
-    if x is None or held.length == 0:
-        return
-    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
-        there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
-        raise UserError(f"past_key_values: it holds {there}; expected {here}, as in this pass")
 
 
 class ClusterLayer(BlockLayer):
@@ -369,5 +359,15 @@ class ClusterLayer(BlockLayer):
         self.num_buckets = self._summaries.capacity
         self._store_index(self.bucket_buffer.filled)
 
-    def _shorten_index(self, length: int) -> None:
-        self._store_index(self.bucket_buffer.filled)
+    def _still_indexed(self, length: int) -> int:
+        return length
+
+
+def _check_kind(held: Buffer, new: Tensor) -> None:
+    """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
+    x = held.filled
+    if x is None or held.length == 0:
+        return
+    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
+        there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
+        raise UserError(f"past_key_values: it holds {there}; expected {here}, as in this pass")

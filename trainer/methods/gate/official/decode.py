@@ -60,7 +60,7 @@ def holds_decode_gates(document: Mapping[str, Any]) -> bool:
 
 
 def read_decode_gates(
-    files: ModelFiles, config: "PretrainedConfig", finished_at: Finished = "last"
+    files: ModelFiles, config: "PretrainedConfig", finished_at: Finished
 ) -> tuple[DecodeGate, dict[str, Any], str]:
     """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
 

@@ -56,7 +56,7 @@ class AShape(UntrainedScorer):
         return normalize_rows(scores).expand(x.q.shape[0], -1, -1, -1)
 
 
-def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int = 64) -> AShape:
+def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int) -> AShape:
     """Returns the A shape whose scores are the means of normalized block maps, of largest probabilities, by head and distance.
 
     ``chunks`` are items ``{"input_ids": int64 [N]}``, from training text and never from test text.

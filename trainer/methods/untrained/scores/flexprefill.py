@@ -9,9 +9,10 @@ from torch import Tensor
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
+from msattn.trainer.methods.last_queries import pattern_mass
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
-from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
 from msattn.trainer.models.layer_attention import LayerInputs
 
 

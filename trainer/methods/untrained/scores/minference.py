@@ -6,7 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash, pattern_mass
+from msattn.trainer.methods.last_queries import pattern_mass
+from msattn.trainer.methods.untrained.scores.vertical_slash import VerticalSlash
 from msattn.trainer.models.layer_attention import LayerInputs
 
 FIRST_COLUMNS, LAST_DISTANCES = 30, 100
