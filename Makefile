@@ -2,7 +2,7 @@
 # longer than the rest of the installation.
 PYTHON ?= python3
 VENV ?= .venv
-# Processes of gpu-test: each takes up to 38 GB of GPU memory for a moment, tests of offsets beyond 2**31 elements 60 GB.
+# Processes of gpu-test: each takes up to 12 GB of GPU memory, tests of offsets beyond 2**31 elements 60 GB.
 WORKERS ?= 4
 # Models that `make models` brings: smollm2, gemma3_270m; both if empty.
 MODELS ?=

@@ -32,9 +32,10 @@ def test_reference_in_chunks_and_by_autograd(monkeypatch: pytest.MonkeyPatch, de
 @pytest.mark.parametrize(("head_size", "block_size"), [*itertools.product([64, 80, 128], [16, 64, 128]), (256, 64), (512, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
-    lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (4095, 4095), (130, 65)]
+    lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (1100, 1100), (130, 65)]
+    long = Case(1, 4, 1, 4095, 4095, head_size, dtype, block_size=block_size)
     limits = itertools.cycle([None, 5.0, None, 50.0, None])
-    for case in full_product(head_size, dtype, lengths, block_size):
+    for case in (*full_product(head_size, dtype, lengths, block_size), long):
         check(
             BLOCK_SPARSE, case, random_mask(1, case.q_heads, case.blocks, 0.3, "cuda"), "triton", "cuda", softcap=next(limits)
         )

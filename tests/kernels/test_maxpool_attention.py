@@ -73,10 +73,12 @@ def test_any_lengths(n: int, more: int, causal: bool, block: int, softcap: float
 @pytest.mark.parametrize(("head_size", "block_size"), [*itertools.product([64, 80, 128], [16, 64, 128]), (256, 64), (512, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
-    lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (4095, 4095), (130, 65)]
+    lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (1100, 1100), (130, 65)]
+    long = Case(1, 4, 1, 4095, 4095, head_size, dtype, block_size=block_size)
     variants = itertools.cycle([(None, False), (5.0, False), (None, True), (50.0, True), (None, False)])
     pools = itertools.cycle([*get_args(Pool), "max"])  # each variant with each pool
-    for case, variant, pool in zip(full_product(head_size, dtype, lengths, block_size), variants, pools, strict=False):
+    cases = (*full_product(head_size, dtype, lengths, block_size), long)
+    for case, variant, pool in zip(cases, variants, pools, strict=False):
         check(case, "triton", "cuda", *variant, pool)
 
 
