@@ -28,7 +28,7 @@ ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "decode gates": ({"qmodel": "decode_gate", "probes": 1}, "qmodel: generate_batch takes query classifiers"),
     "pages": ({"qmodel": "quest"}, "qmodel: generate_batch takes query classifiers"),
     "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
-    "buckets": ({"qmodel": RandomBuckets(2**15, [1], 2), "probes": 1}, "up to 32,767 buckets, this router has 32,768"),
+    "buckets": ({"qmodel": RandomBuckets(2**15 + 1, [1], 2), "probes": 1}, "up to 32,768 buckets, this router has 32,769"),
     "rotated keys": ({"gate": "rotated_gate"}, "generate_batch: pages pool keys before RoPE"),
     "zooms": ({"gate": "gate", "select": "multiscale"}, "select.policy=multiscale reads no pages"),
     "recall": ({**ROUTED, "measure_recall": True}, "measure_recall and measure_time are not supported"),

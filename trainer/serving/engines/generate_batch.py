@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from msattn.kernels.common.paged_checks import MAX_BUCKETS
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.policies import Multiscale
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
 MAX_REQUESTS = 256  # default limit of concurrent requests: each takes memory for the slots of the longest possible request
-MAX_BUCKETS = torch.iinfo(torch.int16).max
 
 
 @contextmanager
