@@ -11,4 +11,4 @@ from msattn.trainer.artifacts.hub import push
 from msattn.trainer.artifacts.manifest import KINDS, Artifact, check_model, identity
 from msattn.trainer.artifacts.module import ArtifactModule
 from msattn.trainer.artifacts.reading import check_tensors, read, read_kind
-from msattn.trainer.artifacts.writing import check_writable, one_line, print_summary, versions, without_layers, write
+from msattn.trainer.artifacts.writing import check_writable, metrics_line, print_summary, versions, without_layers, write

@@ -102,10 +102,10 @@ def write(
 
 def print_summary(folder: Path, metrics: Mapping[str, float]) -> None:
     """Prints the folder of an artifact and its metrics in one line, without the metrics of single layers."""
-    print(f"{folder}  {one_line(metrics)}", flush=True)
+    print(f"{folder}  {metrics_line(metrics)}", flush=True)
 
 
-def one_line(metrics: Mapping[str, float]) -> str:
+def metrics_line(metrics: Mapping[str, float]) -> str:
     """Returns the metrics over all layers in one line."""
     return "  ".join(f"{name} {value:.4g}" for name, value in without_layers(metrics).items())
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from msattn.trainer.artifacts import one_line
+from msattn.trainer.artifacts import metrics_line
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
 from msattn.trainer.memory import peak_memory
@@ -235,9 +235,9 @@ class TrainingCallback(TrainerCallback):
         """
         shown = dict(figures)
         left = shown.pop("seconds_left", None)
-        line = one_line(shown)
+        line = metrics_line(shown)
         if self.console.is_terminal:
-            longer = f"{line}  {one_line(evaluated or {})}".rstrip().split("  ")
+            longer = f"{line}  {metrics_line(evaluated or {})}".rstrip().split("  ")
             while len(longer) > 1 and BAR_WIDTH + len("  ".join(longer)) > self.console.width:
                 longer.pop()
             line = "  ".join(longer)

@@ -106,9 +106,9 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: 
     measured_on_a_chunk(cfg, loaded, measure)
     for matched in match_key_shares(found, cfg, loaded).bucket_routings:
         labels, counts = zip(*matched.settings([0, 7]), strict=True)
-        every = ["about 100 % of keys"] * (str(matched.method) not in PARTIAL)
-        assert [*map(str, labels)] == ["0 probes", "about 30 % of keys", *every]
-        assert 0 == counts[0] < counts[1] < counts[-1] + (not every)
+        shares = ["about 30 % of keys"] if str(matched.method) in PARTIAL else ["about 30 % of keys", "about 100 % of keys"]
+        assert [*map(str, labels)] == ["0 probes", *shares]
+        assert sorted({0, *counts}) == list(counts), "different numbers, that increase"
         assert counts[-1] <= BLOCKS
 
 
