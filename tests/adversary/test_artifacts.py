@@ -71,6 +71,7 @@ def sign(folder: Path, manifest: dict[str, Any], tensors: Tensors | None = None)
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
+@pytest.mark.slow
 def test_damaged_bytes(tries: Tries, fresh: Callable[[str], Path]) -> None:
     for (file, damage), kind in spread(product(FILES, BYTES), KINDS):
         folder = fresh(kind)

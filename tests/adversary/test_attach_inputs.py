@@ -147,6 +147,7 @@ def refusable(base: Any, inputs: Inputs, phase: str) -> Tensor:
         raise
 
 
+@pytest.mark.slow
 def test_tensors_of_a_pass(tries: Tries, steps: Callable[[str], None]) -> None:
     """Each tensor with other values, types and shapes; a prompt, a chunk after cached tokens, or a single token."""
     for (name, label), phase in spread([(name, label) for name, all in DAMAGES.items() for label in all], PHASES):

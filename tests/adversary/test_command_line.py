@@ -161,6 +161,7 @@ SYNTAXES: dict[str, Any] = {  # values that are refused, or that have a meaning 
 }
 
 
+@pytest.mark.slow
 def test_syntax_of_values(tries: Tries) -> None:
     for text, key in spread(SYNTAXES, ("seed", "data.seq_len", "dense_below", "probes")):
         tries.python(

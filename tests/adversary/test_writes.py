@@ -80,6 +80,7 @@ def checked(check: Callable[[], str | None]) -> str | None:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "before"), [(True, 2), (False, 2), (False, 0)])
 def test_killed_at_each_step(tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int) -> None:
     """One kill, or two runs that are killed one after the other; ``before`` generations were written before."""

@@ -77,6 +77,7 @@ def work_folder(cfg: TrainGateConfig) -> Path:
     return Path(cfg.outputs, "small", cfg.name, "runs", "gate")
 
 
+@pytest.mark.slow
 def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
         gate.cfg = replace(gate.cfg, mean_weight=50.0)
