@@ -8,7 +8,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import candidate_blocks
+from msattn.trainer.methods.blocks import sparsity_in_reach
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
@@ -31,7 +31,7 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
     table = calibrate_blocks({scores: scorer}, model, chunks, allocation=Allocation())[scores]
     select = SelectConfig("calibrated", scores=scores, block_size=BLOCK, sparsity=0.6)
     selection = Selection.from_config(select, scorer=scorer, thresholds=table)
-    triangle = [(row, col) for row in range(16, blocks) for col in range(row + 1)]
+    triangle = [(row, col) for row in range(blocks) for col in range(row + 1)]
     # Chunk by chunk, because random scores depend on the shape.
     masks = [[selection.blocks(x)[0] for x in inputs_of_layers(model, row[None])] for row in ids]
     for layer in range(2):
@@ -57,16 +57,16 @@ class Drawn:
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.9])
 def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity: float) -> None:
-    """Measured on 64 blocks, rows with more than 16 blocks read the share at 24 to 128 blocks, or what is always read."""
-    table = calibrate_blocks({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 64 * BLOCK)[0]}])["drawn"]
+    """Measured on 128 blocks, prompts of 32 to 192 blocks read the share, or what is always read."""
+    table = calibrate_blocks({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 128 * BLOCK)[0]}])["drawn"]
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
-    (policy, _) = Selection.from_config(select, thresholds=table).policy  # pyrefly: ignore[not-iterable]
-    for blocks in (24, 32, 64, 128):
-        candidates = candidate_blocks(layer_inputs(blocks * BLOCK), BLOCK)
-        mask = policy(scores_of_power_law(blocks, seed=blocks), candidates)[:, :, 16:]
-        visible = torch.arange(17, blocks + 1)
-        least = torch.maximum((1 - sparsity) * visible, torch.tensor(3.0)) / visible
-        assert (mask.sum(-1) / visible).mean().item() == pytest.approx(least.mean().item(), abs=0.02)
+    selection = Selection.from_config(select, thresholds=table)
+    for blocks in (32, 64, 128, 192):
+        x = layer_inputs(blocks * BLOCK)
+        mask = selection.choose(scores_of_power_law(blocks, seed=blocks), x)
+        read = mask.sum() / (16 * selection.candidates(x).visible.sum())
+        least = 1 - sparsity_in_reach(blocks, selection.always)
+        assert read.item() == pytest.approx(max(1 - sparsity, least), abs=0.022)
 
 
 def test_all_scores_are_calibrated_in_one_pass() -> None:
@@ -93,7 +93,7 @@ def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
         Selection.from_config(SelectConfig(policy, scores="quest", block_size=BLOCK, sparsity=0.9), thresholds=table).blocks(x)
         for policy in ("calibrated", "topk")
     ]
-    assert torch.equal(*(mask[:, :, 16:] for mask in masks))
+    assert torch.equal(*(mask[:, :, 7:] for mask in masks))  # rows before are short
 
 
 def test_calibrated_scores_without_thresholds_are_refused() -> None:
@@ -104,13 +104,16 @@ def test_calibrated_scores_without_thresholds_are_refused() -> None:
         Selection.from_config(SelectConfig("calibrated", scores="quest", sparsity=0.97), thresholds=table)
 
 
-def test_short_rows_are_read_whole() -> None:
+@pytest.mark.parametrize(("blocks", "short"), [(40, 5), (128, 16), (160, 16)])
+def test_short_rows_are_read_whole(blocks: int, short: int) -> None:
+    """Rows of up to 16 blocks, and of up to an eighth of the prompt's."""
     table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}])["quest"]
-    select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8)
-    x = inputs_of_layers(tiny_model(), random_tokens(1, 40 * BLOCK))[0]
-    mask = Selection.from_config(select, thresholds=table).blocks(x)
-    assert torch.equal(mask[:, :, :16], torch.ones_like(mask).tril()[:, :, :16])
-    assert mask[:, :, 16:].sum(-1).float().mean() < 0.3 * 28.5
+    selection = Selection.from_config(
+        SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8), thresholds=table
+    )
+    candidates = selection.candidates(layer_inputs(blocks * BLOCK))
+    whole = (candidates.always == candidates.visible).all(-1).flatten().tolist()
+    assert whole == [True] * short + [False] * (blocks - short)
 
 
 def test_chunks_may_differ_in_length() -> None:

@@ -61,7 +61,9 @@ class SelectConfig:
     policy: Annotated[Text, OneOf(POLICIES)] = key("policy that turns block scores into a block mask", default="topk")
     _: KW_ONLY
     scores: Annotated[Text, OneOf(SCORES)] = key(
-        "gate, gate_question (with the last queries' attention), or a training-free method (msattn help select)", default="gate"
+        "gate_question (a gate's, with the attention of the prompt's last queries), gate, or a training-free method "
+        "(msattn help select)",
+        default="gate_question",
     )
     sink_blocks: TokensOrZero | None = key(
         "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1", default=None

@@ -46,6 +46,13 @@ class Chunks(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
+    def split_off(self, number: int) -> tuple["Chunks", "Chunks"]:
+        """Returns all but the last ``number`` chunks, and these; at most a tenth, and all twice if there are fewer than ten."""
+        end = len(self) - min(number, len(self) // 10)
+        if end == len(self):
+            return self, self
+        return Chunks(self._tokens[:end], self._tokenizer), Chunks(self._tokens[end:], self._tokenizer)
+
     def num_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of a chunk after its first token, for bits per byte."""
         chunk = self._tokens[index].tolist()

@@ -113,9 +113,10 @@ def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
             asked.setdefault(length, set()).update(section.sparsities)
     notes = []
     for length, sparsities in sorted(asked.items()):
-        most = sparsity_in_reach(-(-length // size), always)
+        blocks = -(-length // size)
+        most, short = sparsity_in_reach(blocks, always), always.num_short_rows(blocks)
         if beyond := sorted(each for each in sparsities if each > most):
-            whole = f", rows of up to {always.short_rows} blocks all of them" if always.short_rows else ""
+            whole = f", rows of up to {short} blocks all of them" if short else ""
             notes.append(
                 f"{length} tokens: every row reads its own block, the first {always.sink_blocks} and the {always.local_blocks} "
                 f"before its own{whole}, so at most {100 * most:.1f} % of the blocks are left out, also at sparsity "
@@ -129,7 +130,7 @@ def _lacks(method: ComparedSelection) -> bool:
     if method.gate is None:
         return method.method == AShape.method or method.select.policy == "calibrated"
     always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
-    fits = method.gate.thresholds is not None and always == method.gate.always
+    fits = method.select.scores in (method.gate.thresholds or {}) and always == method.gate.always
     return method.select.policy == "calibrated" and not fits
 
 

@@ -256,7 +256,7 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
         if cfg.select.policy == "calibrated" and not path.source:  # to compare the policies
             methods.append(ComparedSelection(method.of(TOP_K), cfg.select.with_policy("topk"), gate))
         if cfg.select.scores != "gate" and not path.source:  # to compare the scores
-            methods.append(ComparedSelection(gate.scorer().method, replace(cfg.select, scores="gate"), gate))
+            methods.append(ComparedSelection(gate.scorer("gate").method, replace(cfg.select, scores="gate"), gate))
     return methods + [
         ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))
         for name in cfg.eval.baselines

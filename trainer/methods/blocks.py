@@ -90,13 +90,20 @@ class Candidates:
         return best_blocks(scores, counts, self.visible, self.always, **limit)
 
 
+SHORT_PART = 8  # rows may be short in the first one of this many parts of their sequence
+
+
 class AlwaysRead(NamedTuple):
     """Numbers of the visible blocks that every row reads in addition to its diagonal ones."""
 
     sink_blocks: int = 1  # leading blocks: pretrained models put much of their attention on the first tokens
     local_blocks: int = 1  # blocks before the diagonal ones
     dense_queries: int = 0  # last queries whose rows read every block
-    short_rows: int = 0  # visible blocks up to which a row reads all of them
+    short_rows: int = 0  # visible blocks up to which a row reads all of them, if it is in the first part of its sequence
+
+    def num_short_rows(self, blocks: int) -> int:
+        """Returns the number of visible blocks up to which rows of a sequence of ``blocks`` read all of them."""
+        return min(self.short_rows, blocks // SHORT_PART)
 
 
 SINK_AND_LOCAL = AlwaysRead()
@@ -161,7 +168,8 @@ def _candidate_blocks(
         is_dense = rows.last > rows.last.amax(1, keepdim=True) - always.dense_queries
         required |= visible & is_dense[:, None, :, None]
     if always.short_rows:
-        required |= visible & (visible.sum(-1, keepdim=True) <= always.short_rows)
+        seen = visible.sum(-1, keepdim=True)
+        required |= visible & (seen <= always.short_rows) & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
     return Candidates(visible, required)
 
 
@@ -210,6 +218,6 @@ def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = No
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
     """Returns the share of the visible blocks that are not always read, in a prompt of ``blocks`` blocks."""
-    least, short = 1 + always.sink_blocks + always.local_blocks, min(always.short_rows, blocks)
-    read = short * (short + 1) / 2 + sum(min(visible, least) for visible in range(short + 1, blocks + 1))
+    least, short = 1 + always.sink_blocks + always.local_blocks, always.num_short_rows(blocks)
+    read = sum(visible if visible <= short else min(visible, least) for visible in range(1, blocks + 1))
     return 1 - read / (blocks * (blocks + 1) / 2)

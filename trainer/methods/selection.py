@@ -38,11 +38,13 @@ class Selection:
         read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. :meth:`from_config` makes it from a configuration.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
+    earlier : policy of the chunks of a prompt before its last, if their scores have thresholds of their own; None: ``policy``.
     """
 
     policy: Policy | Sequence[Policy]
     scorer: Scorer
     always: AlwaysRead = SINK_AND_LOCAL
+    earlier: Policy | Sequence[Policy] | None = None
 
     @property
     def block_size(self) -> int:
@@ -79,10 +81,12 @@ class Selection:
         always = always_read(cfg, recorded)
         if cfg.policy != "calibrated":
             return cls(_policy(cfg, scorer.block_size), scorer, always)
+        of_gate = {} if gate is None or not cfg.by_gate else gate.thresholds or {}
         if thresholds is None and cfg.by_gate and gate is not None:
             _check_always(always, recorded)
-            thresholds = gate.thresholds
-        return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS))
+            thresholds = of_gate.get(cfg.scores)
+        earlier = _calibrated(cfg, always, of_gate["gate"]) if "gate" in of_gate else None
+        return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS), earlier)
 
     def blocks(self, x: LayerInputs) -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
@@ -93,7 +97,8 @@ class Selection:
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
         """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""
-        policy = self.policy[x.layer] if isinstance(self.policy, Sequence) else self.policy
+        policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
+        policy = policy[x.layer] if isinstance(policy, Sequence) else policy
         return policy(scores, self.candidates(x))
 
     def candidates(self, x: LayerInputs) -> Candidates:

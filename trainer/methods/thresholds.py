@@ -6,18 +6,18 @@ all layers, so that the share is a mean over layers, too. Other scores may diffe
 threshold for each (:class:`Allocation`).
 
 The threshold of a row depends on the number ``v`` of its visible blocks, for two reasons. The scores of a row sum to 1, so
-those of a longer row are smaller. And the blocks that are always read are a larger part of a shorter row's share: in rows with
-``v <= above`` they are all of it. The threshold is
+those of a longer row are smaller. And the blocks that are always read are more than the share of a short row: rows with ``v <=
+above`` read nothing else (:func:`shortest_row`). The threshold is
 
     scale * v ** exponent * (1 - above / v) ** edge_exponent,
 
-fitted to text for a grid of sparsities. It holds for shorter and for longer prompts. Neither it nor the selection of a row
-depends on later rows.
+fitted to text for a grid of sparsities. It holds for shorter and for longer prompts, and for the chunks of a prompt: neither it
+nor the scores of a gate depend on later rows.
 
-Rows of up to ``SHORT_ROWS`` blocks are read in full, because a share of so few blocks would cost more quality than in all other
-rows. This adds 1 % of the blocks at 8192 tokens, less in longer prompts.
+Rows of up to ``SHORT_ROWS`` blocks in the first eighth of a prompt are read in full, because sparse attention changes
+predictions most there. This adds 1 % of the blocks in prompts of up to 8192 tokens, less in longer ones.
 
-Gates store their thresholds; ``msattn eval`` measures thresholds of the baselines in the same way.
+Gates store thresholds of each of their scores; ``msattn eval`` measures thresholds of the baselines in the same way.
 """
 
 import math
@@ -50,6 +50,7 @@ LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 1000  # each 0.03 wide in log2
 BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
 SHORT_ROWS = 16  # visible blocks
+MADE_UP_FOR = 1.5
 SHORTEST_FITTED = 1.1  # rows enter the fit from this multiple of ``above``
 PRIOR_FIT = (0.0, -1.0, -0.5)  # log2 of the scale, and the exponents, that the fit tends to where rows have few lengths
 PRIOR_WEIGHTS = (0.0, 0.03, 0.03)
@@ -232,8 +233,12 @@ def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[
 
 
 def shortest_row(sparsity: float, always: AlwaysRead) -> float:
-    """Returns the number of visible blocks up to which the always-read blocks make up the whole share of a row."""
-    return (1 + always.sink_blocks + always.local_blocks) / (1 - sparsity)
+    """Returns the number of visible blocks up to which a row reads nothing but the blocks that are always read.
+
+    Up to two thirds of it they are more than the row's share. Up to it, the next rows make up for most of that, so that prompts
+    of 2048 tokens read what is asked for, too.
+    """
+    return MADE_UP_FOR * (1 + always.sink_blocks + always.local_blocks) / (1 - sparsity)
 
 
 def _regression(visible: Tensor, logs: Tensor, rows: Tensor, above: float) -> list[float]:

@@ -15,12 +15,13 @@ from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation
 from msattn.trainer.recipes import argument_parser
+from msattn.trainer.training.distributed import rank_shard
 
 OWN = GateScores.allocation
 
 
 def main() -> None:
-    """Calibrates the gate in FOLDER on the first training chunks, and replaces its artifact."""
+    """Calibrates the gate in FOLDER on the chunks that training left out for it, and replaces its artifact."""
     parser = argument_parser("recalibrate_gate", "Measure a gate's thresholds again.")
     parser.add_argument("folder", help="folder of the gate's artifact, which is replaced")
     parser.add_argument("--by-layer", action="store_true", help="a threshold for each layer instead of one for all")
@@ -42,10 +43,10 @@ def main() -> None:
     manifest = gate.artifact.manifest
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     artifacts.check_model(manifest, loaded.fingerprint, strict=True)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
+    _, chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed).split_off(CALIBRATION_CHUNKS)
     gate.to(loaded.model.device)
     allocation = Allocation(args.floor, pooled=not args.by_layer)
-    gate.thresholds = gate_thresholds(gate, loaded.model, [chunks[i] for i in range(len(chunks))], allocation)
+    gate.thresholds = gate_thresholds(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS), allocation)
     facts = {key: manifest[key] for key in ("model", "data", "seed", "metrics")}
     if args.mean_weight is not None:  # recalls were measured with another weight
         facts["metrics"] = {name: value for name, value in facts["metrics"].items() if not name.startswith("recall/gate")}

@@ -223,20 +223,19 @@ def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.75])
-@pytest.mark.parametrize("sparsity", [0.03, 0.62, 0.8])
+@pytest.mark.parametrize("sparsity", [0.13, 0.62, 0.8])
 def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity, floor):
     model = tiny_model(initializer_range=0.3)
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
     gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
-    selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=sparsity), gate)
+    selection = Selection.from_config(SelectConfig(policy="calibrated", scores="gate", sparsity=sparsity), gate)
     candidates = candidate_blocks(layer_inputs(40 * BLOCK), BLOCK)
-    long = candidates.visible[..., 16:, :]
     for x in inputs_of_layers(model, ids):
         mask = selection.blocks(x)
-        # Between two sparsities of the grid, 0.05 apart, a threshold is interpolated.
-        assert 1 - mask[..., 16:, :].sum() / (long.sum() * 16) == pytest.approx(sparsity, abs=0.02)
+        # A prompt of so few blocks reads up to 3 % more; between sparsities of the grid, a threshold is interpolated.
+        assert 1 - mask.sum() / (candidates.visible.sum() * 16) == pytest.approx(sparsity - 0.01, abs=0.02)
         assert (TopK(sparsity=min(1 - (1 - sparsity) * floor, 0.9999))(GateScores(gate)(x), candidates) <= mask).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
@@ -247,12 +246,13 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
     with torch.no_grad():  # flat scores in the last layer, which then reads more
         gate.get_parameter("layers.1.query_weight").mul_(0.5)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
-    assert gate.thresholds.layers[0] == gate.thresholds.layers[1]
-    selection = Selection.from_config(SelectConfig(policy="calibrated", sparsity=0.7), gate)
-    long = geometry(40 * BLOCK, 40 * BLOCK, None)[0][..., 16:, :]
-    read = [selection.blocks(x)[..., 16:, :].sum() / (long.sum() * 16) for x in inputs_of_layers(model, ids)]
-    assert sum(read) / 2 == pytest.approx(0.3, abs=0.02)
-    assert read[1] > read[0] + 0.02
+    for scores, table in gate.thresholds.items():
+        assert table.layers[0] == table.layers[1]
+        selection = Selection.from_config(SelectConfig(policy="calibrated", scores=scores, sparsity=0.7), gate)
+        visible = geometry(40 * BLOCK, 40 * BLOCK, None)[0].sum() * 16
+        read = [selection.blocks(x).sum() / visible for x in inputs_of_layers(model, ids)]
+        assert sum(read) / 2 == pytest.approx(0.31, abs=0.02)
+        assert read[1] > read[0] + 0.02
 
 
 def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():

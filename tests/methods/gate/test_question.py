@@ -1,6 +1,7 @@
 """Scores of a gate that knows the question: against loops in fp64, padding, chunks, caches, calibration."""
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.blocks import AlwaysRead, sparsity
 from msattn.trainer.methods.gate import question
 from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
@@ -18,7 +19,7 @@ from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
-from tests.methods.gate.random_gates import BLOCK, config, noisy_gate
+from tests.methods.gate.random_gates import BLOCK, config, noisy_gate, topical_tokens
 
 LAST = 24  # not whole blocks
 
@@ -109,7 +110,7 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
         torch.testing.assert_close(chunk, QuestionScores(gate)(x)[:, :, 4:], rtol=1e-4, atol=1e-6)
 
 
-def test_the_thresholds_of_the_gate_serve_its_scores() -> None:
+def test_its_thresholds_are_measured_on_its_own_scores() -> None:
     gate, select = noisy_gate(config()), SelectConfig("calibrated", scores="gate_question")
     with pytest.raises(UserError, match=r"needs calibrated thresholds of select.scores=gate_question"):
         Selection.from_config(select, gate)
@@ -117,4 +118,24 @@ def test_the_thresholds_of_the_gate_serve_its_scores() -> None:
     gate.thresholds = gate_thresholds(gate, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])
     selection, of_gate = Selection.from_config(select, gate), Selection.from_config(replace(select, scores="gate"), gate)
     assert isinstance(selection.scorer, QuestionScores)
-    assert (selection.policy, selection.always) == (of_gate.policy, of_gate.always)
+    assert selection.policy != of_gate.policy
+    assert selection.always == of_gate.always
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_whole_prompts_and_chunks_read_the_share_that_is_asked_for(share: float) -> None:
+    """Chunks before the last one are scored by the gate alone, the last one with its question; each reads the share."""
+    model, gate, ids = tiny_model(initializer_range=0.3), noisy_gate(config(), std=0.2), topical_tokens(4, 60, seed=2)
+    gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in topical_tokens(4, 60, seed=3)])
+    selection = Selection.from_config(SelectConfig("calibrated", sparsity=1 - share), gate)
+    read: dict[str, list[float]] = {"whole": [], "earlier": [], "last": []}
+    for x in inputs_of_layers(model, ids):
+        earlier = {name: getattr(x, name)[:, :, : 40 * BLOCK] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        last = {name: getattr(x, name)[:, :, 40 * BLOCK :] for name in ("q", "q_nope", "k_nope")}
+        pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
+        chunks = x, replace(x, **earlier, ends_prompt=False), replace(x, **last, pooled_keys=pooled)
+        for shares, chunk in zip(read.values(), chunks, strict=True):
+            shares.append(1 - sparsity(selection.blocks(chunk), selection.candidates(chunk)).item())
+    for name, shares in read.items():
+        assert fmean(shares) == pytest.approx(share, abs=0.02), name

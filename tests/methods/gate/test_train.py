@@ -14,7 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import gate_recall
-from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, gate_thresholds, train_gate
+from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, train_gate
 from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
 from tests.factory import tiny_architecture
@@ -81,10 +81,8 @@ def work_folder(cfg: TrainGateConfig) -> Path:
 def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
         gate.cfg = replace(gate.cfg, mean_weight=50.0)
-        gate.thresholds = gate_thresholds(gate, teacher, chunks)
 
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_mean_weight", choose)
-    monkeypatch.setattr("msattn.trainer.methods.gate.train.SHORT_ROWS", 1)
     cfg = run_config(root, "chosen")
     cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
     folder = train_gate(cfg)
@@ -110,7 +108,7 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     artifacts.check_model(manifest, loaded.fingerprint)
     assert gate.cfg == replace(cfg.gate, target="mass", mean_weight=0.5)  # 96 tokens are read whole in any case
     assert gate.thresholds is not None
-    assert len(gate.thresholds.layers) == 2
+    assert [len(table.layers) for table in gate.thresholds.values()] == [2, 2]
     untrained = Gate.build(loaded.model.config, cfg.gate)
     for name, weight in untrained.named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name))
@@ -181,8 +179,8 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     assert trained.thresholds is not None
     assert again.thresholds is not None
     found, expected = (
-        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for layer in table.layers])
-        for table in (again.thresholds, trained.thresholds)
+        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for table in tables.values() for layer in table.layers])
+        for tables in (again.thresholds, trained.thresholds)
     )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, equal_nan=True)
 
@@ -197,12 +195,12 @@ def test_two_ranks_train_the_same_gates_as_one(root):
 @pytest.mark.slow
 def test_a_resumed_run_refuses_another_target(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(root, "target", gate=GateConfig(block_size=16, mean_weight=0.5))
-    monkeypatch.setattr("msattn.trainer.methods.gate.train.SHORT_ROWS", 1)
     chosen = ["mass", "mean_mass"]
 
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
         gate.cfg = replace(gate.cfg, target=chosen.pop())
 
+    monkeypatch.setattr("msattn.trainer.methods.gate.train.can_choose", lambda *_: True)
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_target", choose)
     folder = train_gate(cfg)
     assert Gate.load(folder).cfg.target == artifacts.read(folder).config["gate"]["target"] == "mean_mass"

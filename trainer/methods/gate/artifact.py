@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
+from pydantic import RootModel
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +38,7 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
     phase : the phase of the gates, see :class:`~msattn.trainer.config.GateConfig`.
     shape : of the model, or of the part of its heads that this rank computes.
     inv_freq : fp32 ``[hidden / 2]``, stored with the weights; 0 for channels that do not rotate.
-    thresholds : calibrated thresholds, a dataclass; None before training.
+    thresholds : calibrated thresholds, of one or of several block scores; None before training.
     """
 
     phase: ClassVar[str]
@@ -59,7 +60,7 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
 
     def details(self) -> dict[str, Any]:
         """Returns the manifest entries from which :meth:`load` rebuilds these gates."""
-        return {"gate": asdict(self.cfg), "thresholds": None if self.thresholds is None else vars(self.thresholds)}
+        return {"gate": asdict(self.cfg), "thresholds": RootModel(self.thresholds).model_dump()}
 
     def model_shape(self) -> dict[str, int]:
         """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""

@@ -154,7 +154,7 @@ class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`."""
 
     gate: GateConfig
-    thresholds: BlockThresholds | None
+    thresholds: dict[str, BlockThresholds] | None
     layers: list[int]
     sink_blocks: Annotated[int, Interval(ge=0, le=10**9)]
     local_blocks: Annotated[int, Interval(ge=0, le=10**9)]
@@ -176,13 +176,14 @@ class ModulesByLayer(nn.ModuleDict):
         return super().__getitem__(str(layer))
 
 
-class Gate(GateArtifact[BlockThresholds]):
+class Gate(GateArtifact[dict[str, BlockThresholds]]):
     """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
 
     Attributes
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
-    thresholds : calibrated thresholds of each layer (``calibrate_blocks``); None before training.
+    thresholds : calibrated thresholds (``calibrate_blocks``) of the block scores in ``GATE_SCORES``, by name; None before
+        training.
     always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
 
@@ -220,8 +221,10 @@ class Gate(GateArtifact[BlockThresholds]):
         thresholds, layers, num_layers = details.thresholds, details.layers, artifact.manifest["model"]["num_layers"]
         if layers[-1] >= num_layers:
             raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
-        if thresholds is not None and len(thresholds.layers) != num_layers:
-            raise UserError(f"artifact {path}: details.thresholds has {len(thresholds.layers)} layers, the model {num_layers}")
+        for name, table in (thresholds or {}).items():
+            if len(table.layers) != num_layers:
+                given = f"details.thresholds.{name} has {len(table.layers)} layers"
+                raise UserError(f"artifact {path}: {given}, the model {num_layers}")
         gate = cls._restore(artifact, details.gate, thresholds, len(layers), layers=layers)
         gate.always = AlwaysRead(details.sink_blocks, details.local_blocks)
         return gate
@@ -230,7 +233,7 @@ class Gate(GateArtifact[BlockThresholds]):
         """Returns dense attention of a layer and the block map that its gates learn."""
         return block_map(x, self.cfg.block_size, cast(str, self.cfg.target))
 
-    def scorer(self, name: str = "gate") -> "GateScores":
+    def scorer(self, name: str) -> "GateScores":
         """Returns the block scores by these gates that have this name in ``select.scores``."""
         return scorer_class(name)(self)
 

@@ -20,7 +20,7 @@ from msattn.trainer.errors import print_once
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, TARGET, Gate, GateScores
 from msattn.trainer.methods.selection import Selection, selected_attention
-from msattn.trainer.methods.thresholds import BlockThresholds, calibrate_blocks
+from msattn.trainer.methods.thresholds import calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
@@ -35,24 +35,27 @@ SPARSITIES = (0.5, 0.8)
 CHUNKS = 2  # of each rank
 
 
+def can_choose(tokens: int, gate: Gate) -> bool:
+    """Returns whether chunks of this number of tokens read more blocks than those that are always read."""
+    return tokens > gate.cfg.block_size * shortest_row(SPARSITIES[0], gate.always)
+
+
 def choose_target(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> None:
     """Gives an untrained ``gate`` the one of ``TARGETS`` whose true block map changes predictions least.
 
     ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``.
     """
     maps = {f"gate.target={target}": Oracle(gate.cfg.block_size, target=target) for target in TARGETS}
-    best, _ = _least_change(maps, teacher, chunks)
-    gate.cfg = replace(gate.cfg, target=maps[best].target)
+    gate.cfg = replace(gate.cfg, target=maps[_least_change(maps, teacher, chunks)].target)
 
 
 def choose_mean_weight(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> None:
-    """Gives a trained ``gate`` the one of ``WEIGHTS`` that changes predictions least, and its thresholds.
+    """Gives a trained ``gate`` the one of ``WEIGHTS`` that changes predictions least.
 
     ``chunks`` are as of :func:`choose_target`.
     """
     gates = {f"gate.mean_weight={weight:g}": _with_weight(gate, weight) for weight in WEIGHTS}
-    best, gate.thresholds = _least_change({name: GateScores(each) for name, each in gates.items()}, teacher, chunks)
-    gate.cfg = gates[best].cfg
+    gate.cfg = gates[_least_change({name: GateScores(each) for name, each in gates.items()}, teacher, chunks)].cfg
 
 
 def _with_weight(gate: Gate, weight: float) -> Gate:
@@ -63,10 +66,8 @@ def _with_weight(gate: Gate, weight: float) -> Gate:
 
 
 @torch.no_grad()
-def _least_change(
-    scorers: Mapping[str, Scorer], teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]
-) -> tuple[str, BlockThresholds]:
-    """Returns the name of the scorer that changes predictions least under calibrated thresholds, and these thresholds.
+def _least_change(scorers: Mapping[str, Scorer], teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> str:
+    """Returns the name of the scorer that changes predictions least under calibrated thresholds.
 
     The change is KL(dense || sparse) of the next tokens of training text, in nats, a mean over ``SPARSITIES`` and the first
     ``CHUNKS`` of ``chunks``; all of them calibrate.
@@ -89,7 +90,7 @@ def _least_change(
     best = min(changes, key=changes.__getitem__)
     tried = ", ".join(f"{name}: {change:.3g}" for name, change in changes.items())
     print_once(f"{best} changes predictions least (KL in nats; {tried})")
-    return best, tables[best]
+    return best
 
 
 def _changes(selections: list[list[Selection]], teacher: "PreTrainedModel", ids: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def gate_recall(
         def recall(mask: Tensor) -> Tensor:
             return attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
 
-        scores = {"gate": gate.scorer()(x), "oracle": normalize_rows(dense.pooled)}
+        scores = {"gate": gate.scorer("gate")(x), "oracle": normalize_rows(dense.pooled)}
         recalls.add(scores, candidates, x.layer, recall, maps)
         return dense.out
 

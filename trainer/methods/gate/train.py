@@ -11,16 +11,17 @@ from transformers import PreTrainedModel
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
+from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.buckets import decode_defaults, decode_window
-from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
-from msattn.trainer.methods.gate.choices import choose_mean_weight, choose_target
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.choices import can_choose, choose_mean_weight, choose_target
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.key_thresholds import calibrate_keys
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, SHORT_ROWS, Allocation, BlockThresholds, calibrate_blocks
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
 from msattn.trainer.training.checkpoints import describe_last_checkpoint
 from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
@@ -49,17 +50,18 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     init_process_state(loaded.model.device)
     models.check_length(loaded.model.config, cfg.data.seq_len)
     chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    chunks, calibration = chunks.split_off(CALIBRATION_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
     gate = PHASES[cfg.gate.phase][0].build(loaded.model.config, cfg.gate).to(loaded.model.device)
     work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        if isinstance(gate, Gate) and cfg.gate.target is None and _leaves_out(cfg):
-            choose_target(gate, loaded.model, rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True))
+        if isinstance(gate, Gate) and cfg.gate.target is None and can_choose(cfg.data.seq_len, gate):
+            choose_target(gate, loaded.model, rank_shard(calibration, CALIBRATION_CHUNKS, each_rank=True))
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         before = gate.cfg
         try:
-            _calibrate(cfg, gate, loaded, chunks)
+            _calibrate(cfg, gate, loaded, calibration)
             if gate.cfg != before:  # the recalls in training were those of another weight
                 metrics |= artifacts.without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
         except KeyboardInterrupt as stop:
@@ -75,27 +77,23 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
-def _leaves_out(cfg: TrainGateConfig) -> bool:
-    """Returns whether sparse prefill of a chunk leaves out blocks before its last token, so that predictions can change."""
-    return cfg.data.seq_len - 1 > SHORT_ROWS * cfg.gate.block_size
-
-
 def _calibrate(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> None:
-    """Measures the thresholds of trained gates and, unless it is given, chooses the weight of means."""
-    items = rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True)
+    """Measures the thresholds of trained gates on ``chunks``; before, unless it is given, chooses the weight of means."""
+    items = [*rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True)]
     if isinstance(gate, DecodeGate):
         gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
-    elif cfg.gate.mean_weight is None and _leaves_out(cfg):
+        return
+    if cfg.gate.mean_weight is None and can_choose(cfg.data.seq_len, gate):
         choose_mean_weight(gate, loaded.model, items)
-    else:
-        gate.thresholds = gate_thresholds(gate, loaded.model, items)
+    gate.thresholds = gate_thresholds(gate, loaded.model, items)
 
 
 def gate_thresholds(
     gate: Gate, teacher: PreTrainedModel, chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
-) -> BlockThresholds:
-    """Returns the thresholds of a gate for prefill, see :func:`msattn.trainer.methods.thresholds.calibrate_blocks`."""
-    return calibrate_blocks({"gate": GateScores(gate)}, teacher, chunks, always=gate.always, allocation=allocation)["gate"]
+) -> dict[str, BlockThresholds]:
+    """Returns the thresholds of the scores of a gate for prefill, by name, from :func:`calibrate_blocks`."""
+    scorers = {name: gate.scorer(name) for name in GATE_SCORES}
+    return calibrate_blocks(scorers, teacher, chunks, always=gate.always, allocation=allocation)
 
 
 def _train(
