@@ -72,7 +72,11 @@ def test_a_closed_output_ends_a_program_without_a_line(
     [
         ("recipes.overlap", ["/nowhere", "--heldout", "/nowhere"], "msattn: --heldout=/nowhere: no such file"),
         ("recipes.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
-        ("recipes.teachers.train", ["--text", "/nowhere", "--out", "/nowhere", "--device", "tpu"], "msattn: --device=tpu: "),
+        (
+            "recipes.embedded_model",
+            ["--device", "tpu", *(f"--{option}=/nowhere" for option in ("text", "test", "haystack", "out"))],
+            "msattn: --device=tpu: ",
+        ),
         ("recipes.realised_sparsity", ["eval.ruler.lenghts=[1]"], "msattn: unknown key eval.ruler.lenghts"),
         ("recipes.tensor_parallel", ["model.path=/nowhere", "device=cpu"], "msattn: model.path=/nowhere: "),
         ("recipes.recalibrate_gate", ["/nowhere"], "msattn: artifact /nowhere: no such folder"),

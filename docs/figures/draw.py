@@ -21,8 +21,6 @@ from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parent
 Rows = list[dict[str, str]]
-Points = tuple[list[float], list[float]]
-NAMES = {method: tables.TITLES[method] for method in ("quest", "vertical_slash", "a_shape", "mean_pool")}
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,12 @@ class Theme:
     grid: str
     ours: str
     peer: str
-    baselines: tuple[str, ...]
 
 
 THEMES = {
-    "light": Theme("#24292f", "#d8dee4", "#c2410c", "#57606a", ("#0969da", "#1a7f37", "#8250df", "#9a6700")),
-    "dark": Theme("#e6edf3", "#3d444d", "#ff9a5c", "#9ea7b3", ("#58a6ff", "#56d364", "#d2a8ff", "#e3b341")),
+    "light": Theme("#24292f", "#d8dee4", "#c2410c", "#57606a"),
+    "dark": Theme("#e6edf3", "#3d444d", "#ff9a5c", "#9ea7b3"),
 }
-
-
-def series(rows: Rows, x: str, y: str, **where: str) -> Points:
-    """Columns ``x`` and ``y`` of the rows whose columns equal ``where``, ordered by ``x``."""
-    points = sorted((float(row[x]), float(row[y])) for row in rows if all(row[key] == value for key, value in where.items()))
-    return [point[0] for point in points], [point[1] for point in points]
 
 
 def draw_prefill(axes: Axes, theme: Theme) -> None:
@@ -75,95 +66,21 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
     axes.set_ylim(0, None)
 
 
-def draw_quality(axes: Axes, theme: Theme) -> None:
-    """Perplexity over dense against the share of blocks read: the gate and training-free selections, all calibrated."""
-    rows = [row for row in rows_of("teacher") if row["task"] == "perplexity" and row["dense_queries"] == "0"]
-    rows = [row for row in rows if row["seed"] in ("", "0")]
-    lines = [(method, name, color, "--", 1.2) for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True)]
-    lines += [("gate", "gate", theme.ours, "-", 2.0), ("oracle", "true block map", theme.peer, ":", 1.2)]
-    for method, name, color, style, width in lines:
-        points = series(rows, "selectivity", "ratio_to_dense", method=method, select="calibrated")
-        draw_line(axes, points, color, name, style, width)
-    axes.axhline(1, color=theme.grid, linewidth=1)
-    axes.set(title="Perplexity over dense", ylabel="ratio")
-    share_ticks(axes)
-    axes.set_ylim(0.995, 1.08)
-    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text)
-
-
-def draw_ruler_blocks(axes: Axes, theme: Theme) -> None:
-    """RULER's average at 16,384 tokens against the share of blocks read: gates of three seeds and training-free selections."""
-    rows = [row for row in rows_of("ruler") if row["length"] == "16384" and row["dense_queries"] in ("", "0")]
-    for (method, name), color in zip(NAMES.items(), theme.baselines, strict=True):
-        draw_line(axes, series(rows, "selectivity", "score", method=method, select="topk"), color, name)
-    draw_line(axes, series(rows, "selectivity", "score", method="oracle", select="topk"), theme.peer, "true block map", ":")
-    draw_seeds(axes, theme, rows, "gate", "gate, three seeds", select="topk")
-    draw_dense(axes, theme, rows)
-    share_ticks(axes)
-    answers_found(axes, theme, "sparse prompts", (0.4, 0.5, 0.6, 0.7))
-
-
-def draw_ruler_keys(axes: Axes, theme: Theme) -> None:
-    """RULER's average at 16,384 tokens against the share of the keys that new tokens read: classifiers and other routers."""
-    names = {"Quest pages": "Quest pages", "LSH": "LSH", "sink and window": "first and last keys", "k-means": "k-means, seed 0"}
-    rows = [row for row in rows_of("ruler") if row["length"] == "16384" and row["select"] == ""]
-    for (method, name), color in zip(names.items(), theme.baselines, strict=True):
-        of_one_seed = [row for row in rows if row["seed"] in ("", "0")]
-        draw_line(axes, series(of_one_seed, "selectivity", "score", method=method), color, name)
-    draw_seeds(axes, theme, rows, "classifier", "classifier, three seeds")
-    found = series(rows, "selectivity", "score", method="classifier, calibrated")
-    axes.plot(*found, "*", color=theme.ours, markersize=9, label="the same, calibrated")
-    draw_dense(axes, theme, rows)
-    axes.set_xlabel("share of the keys that new tokens read (%)")
-    axes.set_xticks([0.02, 0.04, 0.06, 0.08, 0.1], ["2", "4", "6", "8", "10"])
-    answers_found(axes, theme, "sparse decoding", (0, 0.2, 0.4, 0.6))
-
-
-def answers_found(axes: Axes, theme: Theme, part: str, ticks: tuple[float, ...]) -> None:
-    """Titles, vertical axis and legend of RULER's averages."""
-    axes.set(title=f"RULER, 16,384 tokens, {part}", ylabel="answers found (%)")
-    axes.set_yticks(ticks, [f"{100 * tick:.0f}" for tick in ticks])
-    axes.legend(frameon=False, fontsize=8, labelcolor=theme.text, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def draw_line(axes: Axes, points: Points, color: str, label: str | None, style: str = "--", width: float = 1.2) -> None:
-    """One line, by default as for a method without training."""
-    axes.plot(*points, style, color=color, linewidth=width, marker="o", markersize=3, label=label)
-
-
-def draw_seeds(axes: Axes, theme: Theme, rows: Rows, method: str, label: str, **where: str) -> None:
-    """One line for the artifacts of each seed."""
-    for seed in ("0", "1", "2"):
-        points = series(rows, "selectivity", "score", method=method, seed=seed, **where)
-        draw_line(axes, points, theme.ours, label if seed == "0" else None, "-", 1.5)
-
-
-def draw_dense(axes: Axes, theme: Theme, rows: Rows) -> None:
-    """RULER's average with dense attention, as a line."""
-    axes.axhline(series(rows, "length", "score", method="dense")[1][0], color=theme.peer, linewidth=0.8, label="dense")
-
-
 def by_length(
     axes: Axes, rows: Rows, text: str, color: str, style: str = "-", width: float = 1.5, shift: float = 0, **where: str
 ) -> list[float]:
     """One line of scores, named at its last point, ``shift`` points above it; returns the lengths."""
-    x, y = series(rows, "length", "score", **where)
-    draw_line(axes, (x, y), color, None, style, width)
+    chosen = [row for row in rows if all(row[key] == value for key, value in where.items())]
+    x, y = zip(*sorted((float(row["length"]), float(row["score"])) for row in chosen), strict=True)
+    axes.plot(x, y, style, color=color, linewidth=width, marker="o", markersize=3)
     axes.annotate(text, (x[-1], y[-1]), (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
-    return x
+    return list(x)
 
 
 def length_ticks(axes: Axes, lengths: list[float]) -> None:
     """Ticks at lengths in thousands of tokens; on a linear axis at the longer ones alone."""
     shown = [length for length in lengths if axes.get_xscale() == "log" or length >= lengths[-1] / 4]
     axes.set_xticks(shown, [f"{length / 1024:g}k" for length in shown])
-    axes.minorticks_off()
-
-
-def share_ticks(axes: Axes) -> None:
-    """A logarithmic axis for the share of blocks that is read."""
-    axes.set(xlabel="share of visible blocks that is read (%)", xscale="log")
-    axes.set_xticks([0.05, 0.1, 0.2, 0.5], ["5", "10", "20", "50"])
     axes.minorticks_off()
 
 
@@ -189,14 +106,7 @@ def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
 
 def main() -> None:
     """Writes ``<name>-<theme>.svg`` for every figure and theme, and the tables of the documents."""
-    figures = {
-        "prefill": draw_prefill,
-        "decode": draw_decode,
-        "quality": draw_quality,
-        "ruler-blocks": draw_ruler_blocks,
-        "ruler-keys": draw_ruler_keys,
-    }
-    for name, draw in figures.items():
+    for name, draw in (("prefill", draw_prefill), ("decode", draw_decode)):
         for label, theme in THEMES.items():
             with styled(theme):
                 drawn = figure(draw, theme)

@@ -16,8 +16,6 @@ DOCUMENTS = [FOLDER.parents[1] / "README.md", *sorted(FOLDER.parent.rglob("*.md"
 MARKED = re.compile(r"<!-- (table|number): (\S+) -->.*?<!-- end -->", flags=re.DOTALL)
 
 SPARSITIES = ("0.5", "0.8", "0.9", "0.95")
-SEEDS = ("0", "1", "2")
-SHARES = ("about 2 % of keys", "about 5 % of keys", "about 10 % of keys")
 TITLES = {  # of the methods in the files that choose blocks
     "gate": "gate",
     "gate_question": "gate and question",
@@ -38,10 +36,8 @@ ROUTERS = {
     "classifier, calibrated": "classifier, calibrated",
     "classifier": "classifier",
     "Quest pages": "Quest pages",
-    "LSH": "LSH",
     "k-means of keys before RoPE": "k-means",
     "window of first and last keys": "sink and window",
-    "random buckets": "random buckets",
 }
 OF_OWN_KEYS = {"clusters of own keys": "key clusters", "Twilight": "Twilight"}  # routers that index the sequence itself
 CALIBRATED = {title: {"method": method, "select": "calibrated"} for title, method in SCORES.items()}
@@ -73,11 +69,6 @@ def by_length(first: str, lengths: tuple[str, ...], form: str, *numbers: str, **
     return list(chain.from_iterable(pairs))
 
 
-def of_seeds(title: str, **where: str) -> dict[str, Where]:
-    """Returns a line for each seed."""
-    return {f"{title}, seed {seed}": {**where, "seed": seed} for seed in SEEDS}
-
-
 def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
     return {
@@ -89,11 +80,7 @@ def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
 
 FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
 PROBES = ("2 probes", "4 probes", "11 probes")
-WITHOUT_TRAINING = {title: {"method": ROUTERS[title]} for title in list(ROUTERS)[2:] if not title.startswith("k-means")}
 SMOLLM2 = {"model": "smollm2", "task": "ruler"}
-RULER_BLOCKS = {"select": "topk", "length": "16384"}
-NEEDLE_BLOCKS = [("gate", "0.9"), *((title, "0.95") for title in ("gate", "Quest bounds", "vertical-slash"))]
-NEEDLE_BLOCKS += [("mean pooling", "0.9"), ("A-shape", "0.9")]
 TURNS = (8192, 24576, 57344, 122880)
 SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
@@ -102,7 +89,6 @@ SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "
 IN_SHORT = {
     title: {"method": method} for method, title in COMPARED_TITLES.items() if method not in ("flexprefill", "flashprefill")
 }
-TASKS = {"single": "niah_single", "multi-key": "niah_multikey"}
 COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
 COMPARED_BY = {  # title and form of a task's number
     "perplexity": ("perplexity over dense", ".4f", RATIO),
@@ -287,7 +273,7 @@ TABLES = {
     "smollm2-all-keys": Table(
         "public",
         "keys chosen by|setting",
-        keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS if title not in ("LSH", "random buckets")}),
+        keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS}),
         by_length("", ("4096", "8192"), ".1%", "score"),
         **SMOLLM2,
     ),
@@ -308,94 +294,6 @@ TABLES = {
             if row["sparsity"] != "0.9"
         },
         [Cell(f"{int(x):,} tokens", ".1%", "realised", length=x) for x in ("2048", "4096", "8192", "16384", "32768")],
-    ),
-    "teacher-perplexity": Table(
-        "teacher",
-        "blocks chosen by",
-        {
-            title: {**line, "seed": "0" if line["method"] == "gate" else ""}
-            for title, line in (CALIBRATED | TOP_K).items()
-            if title in CALIBRATED or title == "gate, top-k"
-        },
-        by_sparsity(".4f", *RATIO),
-        task="perplexity",
-        dense_queries="0",
-    ),
-    "teacher-needles": Table(
-        "teacher",
-        "20 needles, 32,768 tokens|setting",
-        {
-            f"{title}|{100 * float(x):g} % sparse": {**CALIBRATED[title], "setting": f"sparsity {x}"}
-            for title, x in NEEDLE_BLOCKS
-        }
-        | keys({title: ("3 % of far keys",) if "calibrated" in title else SHARES[:1] for title in ROUTERS}),
-        [
-            *(Cell(f"found, seed {seed} (%)", ".0%", "score", seed=seed) for seed in SEEDS),
-            Cell("found, untrained (%)", ".0%", "score", seed=""),
-            Cell("read (%)", ".1%", "selectivity"),
-        ],
-        task="needle",
-    ),
-    "teacher-first-token": Table(
-        "teacher",
-        "90 % sparse, calibrated unless stated",
-        {f"dense, {name}": {"method": f"dense, {kernel}"} for name, kernel in (("cuDNN", "cuDNN"), ("FA2", "flash"))}
-        | {title: {**(CALIBRATED | TOP_K)[title], "setting": "sparsity 0.9"} for title in (*CALIBRATED, "gate, top-k")},
-        [Cell(f"{int(x):,} tokens (s)", ".4f", "score", length=x) for x in ("16384", "32768")],
-        task="latency",
-        situation="",
-    ),
-    "ruler-blocks": Table(
-        "ruler",
-        "blocks chosen by",
-        of_seeds("gate", method="gate") | {title: {"method": method} for title, method in SCORES.items() if method != "gate"},
-        by_sparsity(".1%", "score"),
-        dense_queries="0",
-        **RULER_BLOCKS,
-    ),
-    "ruler-questions": Table(
-        "ruler",
-        "blocks chosen by, last 64 queries dense",
-        {title: {"method": method} for title, method in SCORES.items()},
-        by_sparsity(".1%", "score"),
-        dense_queries="64",
-        **RULER_BLOCKS,
-    ),
-    "ruler-calibrated": Table(
-        "ruler",
-        "keys chosen by",
-        of_seeds("classifier, calibrated", method="classifier, calibrated"),
-        [Cell("keys read (%)", ".1%", "selectivity"), Cell("RULER (%)", ".1%", "score")],
-        length="16384",
-    ),
-    "ruler-keys": Table(
-        "ruler",
-        "keys chosen by",
-        of_seeds("classifier", method="classifier")
-        | WITHOUT_TRAINING
-        | of_seeds("k-means of keys before RoPE", method="k-means"),
-        [
-            Cell(head, ".1%", number, setting=setting)
-            for setting in SHARES
-            for head, number in (("keys read (%)", "selectivity"), ("RULER (%)", "score"))
-        ],
-        length="16384",
-    ),
-    "ruler-tasks": Table(
-        "ruler",
-        "method",
-        {
-            "dense": {"method": "dense"},
-            "gate, top-k, 90 % sparse": {"method": "gate", "setting": "sparsity 0.9", "select": "topk", "dense_queries": "0"},
-            "vertical-slash, 90 % sparse": {"method": "vertical_slash", "setting": "sparsity 0.9", "dense_queries": "0"},
-            "classifier, calibrated, 3.3 % of the keys": {"method": "classifier, calibrated"},
-            "classifier, 5.8 %": {"method": "classifier", "setting": SHARES[1]},
-            "Quest pages, 5.8 %": {"method": "Quest pages", "setting": SHARES[1]},
-        },
-        [Cell(f"{name} {number}", ".0%", f"{task}_{number}") for name, task in TASKS.items() for number in (1, 2, 3)]
-        + [Cell("multi-value", ".0%", "niah_multivalue"), Cell("multi-query", ".0%", "niah_multiquery")]
-        + [Cell(task, ".0%", task) for task in ("vt", "cwe", "fwe")],
-        length="16384",
     ),
     "embedded-perplexity": Table(
         "quality", "perplexity over dense", CALIBRATED | TOP_K, by_sparsity(".4f", "ratio_to_dense"), task="perplexity"
@@ -443,7 +341,6 @@ NUMBERS = {
     "minference-answers": ("comparison", Cell("", ".1%", "score", method="minference", **ANSWERS)),
     "classifier-answers": ("public", Cell("", ".1%", "score", **CLASSIFIER)),
     "clusters-answers": ("public", Cell("", ".1%", "score", **CLUSTERS)),
-    "lab-dense-answers": ("ruler", Cell("", ".1%", "score", method="dense", length="16384")),
 }
 
 

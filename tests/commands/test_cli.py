@@ -74,7 +74,7 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) ->
         ("trian-gate", "trian-gate: no such command (did you mean train-gate?)"),
         ("gen", "gen: no such command (did you mean generate?)"),
         ("train-gate modle=llama3", "unknown key modle (did you mean model?)"),
-        ("train-gate model=lama3", "model=lama3: expected gemma3_270m, lab, llama3"),
+        ("train-gate model=lama3", "model=lama3: expected gemma3_270m, llama3"),
         ("train-gate train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
         ("train-gate +gate.hiden=3", "unknown key gate.hiden (did you mean gate.hidden?)"),
         ("train-gate train.steps=many", "train.steps='many': expected an integer"),
@@ -193,4 +193,4 @@ def test_the_package_runs_as_a_module() -> None:
 def test_doctor_takes_a_model_as_other_commands_do(msattn: Run) -> None:
     code, out, _ = msattn("doctor", "--model", "tiny")
     assert (code, out) == (0, msattn("doctor", "tiny")[1])
-    assert msattn("doctor", "tiny", "--model", "lab")[::2] == (2, "msattn: --model lab and tiny: give one of the two\n")
+    assert msattn("doctor", "tiny", "--model", "smollm2")[::2] == (2, "msattn: --model smollm2 and tiny: give one of the two\n")

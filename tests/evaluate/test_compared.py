@@ -47,7 +47,7 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for kind in ("gate", "qmodel"):
         shutil.copytree(SHIPPED / kind, f"outputs/tiny/base/{kind}")
-    paths, notes = _artifact_paths(compose("eval", ["eval=perplexity", "model=lab"]))
+    paths, notes = _artifact_paths(compose("eval", ["eval=perplexity", "model=smollm2"]))
     assert (list(paths), [note.split()[1] for note in notes]) == ([], ["gate"]), "only what the tasks read"
     cfg = compose("eval", ["artifacts.gate=embedded", "artifacts.qmodel=outputs/tiny/base", "eval.baselines=[quest]"])
     paths, _ = _artifact_paths(cfg)

@@ -99,9 +99,8 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # For run names: ${joined:${gate.q_pool}} joins a list, ${parent_name:${artifacts.gate}} is the name of a folder's parent.
+    # For run names: ${joined:${gate.q_pool}} joins a list.
     OmegaConf.register_new_resolver("joined", lambda items: "-".join(map(str, items)), replace=True)
-    OmegaConf.register_new_resolver("parent_name", lambda path: Path(path).parent.name, replace=True)
     # For lengths: ${up_to:${data.seq_len},4096,16384} has the others that are shorter than the first one, and then this one.
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
     # For distances: ${within:1024,${data.seq_len}} is the first number, or a quarter of the length if that is less.

@@ -111,13 +111,9 @@ def training_chunks(
 
 def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
     """Prints a line if ``items`` chunks are more than :data:`MOST_EPOCHS` passes."""
-    warn_of_epochs(f"the {len(train)} chunks of the {_source_name(cfg, False)}", items / len(train), "train.steps")
-
-
-def warn_of_epochs(text: str, epochs: float, steps: str) -> None:
-    """Prints a line if there are more than :data:`MOST_EPOCHS`; ``steps`` is a key."""
-    if epochs > MOST_EPOCHS:
-        advice = f"beyond {MOST_EPOCHS} times, more text or fewer {steps} are better"
+    if (epochs := items / len(train)) > MOST_EPOCHS:
+        text = f"the {len(train)} chunks of the {_source_name(cfg, False)}"
+        advice = f"beyond {MOST_EPOCHS} times, more text or fewer train.steps are better"
         print_once(f"warning: training reads {text} {epochs:.1f} times; {advice}")
 
 

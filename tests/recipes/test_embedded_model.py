@@ -1,12 +1,10 @@
-"""The embedded model: files, tokenizer and quality; the training of teachers."""
+"""The embedded model: files, tokenizer and quality; its training."""
 
 import itertools
 import json
 import re
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig, ModelConfig
 from msattn.trainer.data.chunking import encode
@@ -25,19 +22,14 @@ from msattn.trainer.data.tasks.wordings import HELD_OUT
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.loading import Loaded, load
-from msattn.trainer.recipes.teachers import figures, train
-from msattn.trainer.recipes.teachers import text as texts_of
-from msattn.trainer.recipes.teachers.plans import PLANS, Plan, Stage
-from msattn.trainer.recipes.teachers.text import StageDataset, Texts
-from msattn.trainer.recipes.teachers.train import WeightedLanguageModel
+from msattn.trainer.recipes import embedded_model
+from msattn.trainer.recipes.embedded_model import PLAN, Plan, Stage, StageDataset, Texts, WeightedLanguageModel
 from tests.factory import embedded_tokenizer
-from tests.jobs import Job, LaunchedJob
+from tests.jobs import LaunchedJob
 
 TOKENIZER = embedded_tokenizer()
 VOCAB_SIZE, END_OF_TEXT = 4096, "<|endoftext|>"
-TINY = partial(
-    Plan,
-    name="tiny",
+TINY = Plan(
     stages=(
         Stage(192, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, warmup_steps=1),
         Stage(256, 2, 2, {"needles": 0.4, "pairs": 0.2, "copies": 0.2}, schedule="cosine"),
@@ -94,15 +86,15 @@ def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
 @pytest.mark.slow
 def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
     model: Any = shipped.model
-    prompts, answer = figures.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
+    prompts, answer = embedded_model.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
     for prompt, wording in zip(prompts, HELD_OUT, strict=True):
         opening, _ = wording.statement.format(key="|", value="|").split("|", 1)
         assert opening.strip() in text_of(prompt), "each prompt has a wording that training leaves out"
-    assert figures.needle_accuracy(model, prompts, answer) == 1.0
+    assert embedded_model.needle_accuracy(model, prompts, answer) == 1.0
     prompts[: len(HELD_OUT) // 2, -1] = ids_of("x")[0]
-    assert figures.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
+    assert embedded_model.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
-    assert figures.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
+    assert embedded_model.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
 
 def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
@@ -115,7 +107,7 @@ def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
 def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
     texts = Texts({"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)}, TOKENIZER)
     tasks = TaskSequences(TOKENIZER, texts.crop)
-    stage = TINY().stages[0]
+    stage = TINY.stages[0]
     datasets = [StageDataset(texts, tasks, stage, seed=(0, 0), bos=0) for _ in range(2)]
     items = [datasets[0][index] for index in range(40)]
     for index in (31, 2):
@@ -128,23 +120,19 @@ def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
     assert len(datasets[0]) == stage.steps * stage.batch_size
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("embedded", 5.8e6), ("lab", 100e6)])
-def test_plans_are_complete(name: str, parameters: float) -> None:
-    plan = PLANS[name]
+def test_the_plan_is_complete() -> None:
     with torch.device("meta"):
-        assert train.build_model(plan, TOKENIZER).num_parameters() == pytest.approx(parameters, rel=0.05)
-    lengths = [stage.seq_len for stage in plan.stages]
+        assert embedded_model.build_model(PLAN, TOKENIZER).num_parameters() == pytest.approx(5.8e6, rel=0.05)
+    lengths = [stage.seq_len for stage in PLAN.stages]
     assert lengths == sorted(lengths)
-    assert plan.stages[-1].schedule == "cosine"
-    for stage in plan.stages:
+    assert PLAN.stages[-1].schedule == "cosine"
+    for stage in PLAN.stages:
         assert set(stage.shares) <= set(NAMES)
         assert sum(stage.shares.values()) < 1
-        for processes in (1, 2):
-            assert stage.batch_size % (stage.micro_batch_size(processes) * processes) == 0
 
 
 def test_weighted_loss_is_the_weighted_mean() -> None:
-    model = train.build_model(TINY(), TOKENIZER)
+    model = embedded_model.build_model(TINY, TOKENIZER)
     ids = torch.randint(0, VOCAB_SIZE, (2, 9))
     weights = torch.ones(2, 9)
     weights[0, 3:5], weights[1, 6] = 6.0, 0.0
@@ -165,16 +153,21 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "books" / "book.txt").write_text(book)
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "other.txt").write_text((Path(sysconfig.get_path("stdlib")) / "turtle.py").read_text()[:4000])
-    monkeypatch.setitem(PLANS, "embedded", TINY())
-    monkeypatch.setattr(train, "DEV_PROMPTS", 2)
-    monkeypatch.setattr(figures, "TEST_PROMPTS", 2)
-    monkeypatch.setattr(texts_of, "documents", lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3))
+    monkeypatch.setattr(embedded_model, "PLAN", TINY)
+    monkeypatch.setattr(embedded_model, "DEV_PROMPTS", 2)
+    monkeypatch.setattr(embedded_model, "TEST_PROMPTS", 2)
+    monkeypatch.setattr(embedded_model, "documents", lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3))
     return tmp_path
 
 
+def arguments_of(workspace: Path, out: Path, workers: int = 0) -> list[str]:
+    test = str(workspace / "test")
+    texts = ["--text", str(workspace / "books"), "--test", test, "--haystack", test]
+    return [*texts, "--out", str(out), "--device", "cpu", "--workers", str(workers)]
+
+
 def run_recipe(workspace: Path, out: str, *arguments: str) -> Path:
-    common = ["--text", str(workspace / "books"), "--out", str(workspace / out), "--device", "cpu", "--workers", "0"]
-    train.main([*common, *arguments])
+    embedded_model.main([*arguments_of(workspace, workspace / out), *arguments])
     return workspace / out
 
 
@@ -195,37 +188,19 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
         patch.setattr(WeightedLanguageModel, "forward", killed)
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(workspace, "cut")
-    test = str(workspace / "test")
-    cut = run_recipe(workspace, "cut", "--resume", "--test", test, "--haystack", test)
+    cut = run_recipe(workspace, "cut", "--resume")
     assert (cut / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
     facts = json.loads((cut / "model" / "training.json").read_text())
     assert set(facts["figures"]) == {"test_bits_per_byte", "haystack_needles_1", "haystack_needles_8"}
     assert facts["tokens"] == 2 * 2 * 192 + 2 * 2 * 256
-    assert (facts["plan"]["name"], facts["tokenizer"]) == ("tiny", "embedded")
     steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     made = load(ModelConfig(name="made", path=str(cut / "model")), device="cpu", dtype="float32")
     assert made.model.num_parameters() == facts["parameters"]
-    assert isinstance(made.tokenizer, PreTrainedTokenizerFast)
-    heldout = {"--test": encode(local_documents("--test", test), TOKENIZER)}
-    again = figures.held_out_metrics(made.model, made.tokenizer, 256, heldout)  # pyrefly: ignore[bad-argument-type]
-    assert again["test_bits_per_byte"] == pytest.approx(facts["figures"]["test_bits_per_byte"], rel=1e-6)
-
-
-def test_a_tokenizer_of_ones_own_is_recorded(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "train", lambda plan, texts, tokenizer, out, **_: (train.build_model(plan, tokenizer), 60.0))
-    own = workspace / "own"
-    TOKENIZER.save_pretrained(own)
-    model = run_recipe(workspace, "made", "--tokenizer", str(own)) / "model"
-    assert json.loads((model / "training.json").read_text())["tokenizer"] == str(own)
-    assert (model / "tokenizer.json").read_bytes() == (own / "tokenizer.json").read_bytes()
-
-
-def without_bos(folder: Path) -> None:
-    TOKENIZER.save_pretrained(folder / "own")
-    path = folder / "own/tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_token": None}))
+    tokens: Any = encode(local_documents("--test", str(workspace / "test")), made.tokenizer)
+    again = embedded_model.bits_per_byte(made.model, tokens, 256, made.tokenizer)  # pyrefly: ignore[bad-argument-type]
+    assert again == pytest.approx(facts["figures"]["test_bits_per_byte"], rel=1e-6)
 
 
 def of_the_training(folder: Path) -> None:
@@ -239,19 +214,17 @@ def of_the_training(folder: Path) -> None:
         ("--test /nowhere", None, "--test=/nowhere: no such file"),
         ("--text /nowhere", None, "--text=/nowhere: no such file"),
         ("", lambda folder: (folder / "books/book.txt").rename(folder / "books/code-book.txt"), "no book; files whose"),
-        ("--tokenizer /nowhere", None, "--tokenizer=/nowhere: the folder has no tokenizer"),
-        ("--tokenizer {}/own", without_bos, "a BOS and an EOS token"),
         ("", lambda folder: (folder / "out/model/code.py").touch(), "not part of an artifact; choose another --out$"),
-        ("--test {}/test", of_the_training, r"test: [\d,]+ of its [\d,]+ compared passages .* are also in the training text"),
+        ("", of_the_training, r"test: [\d,]+ of its [\d,]+ compared passages .* are also in the training text"),
         (
-            "--test {}/test",
+            "",
             lambda folder: (folder / "test/other.txt").write_text("Short."),
-            r"--test: \d tokens; --plan tiny needs",
+            r"--test: \d tokens; training needs at least",
         ),
         (
             "",
             lambda folder: (folder / "books/book.txt").write_text("x" * 2000),
-            r"last 2% of each book: \d+ tokens; --plan tiny",
+            r"last 2% of each book: \d+ tokens; training needs",
         ),
     ],
 )
@@ -260,58 +233,29 @@ def test_mistakes_are_refused_before_training(workspace: Path, arguments: str, p
     if prepare is not None:
         prepare(workspace)
     with pytest.raises(UserError, match=message):
-        run_recipe(workspace, "out", *arguments.format(workspace).split())
+        run_recipe(workspace, "out", *arguments.split())
     assert not (workspace / "out/metrics.jsonl").exists()
 
 
-def test_more_than_three_passes_over_a_source_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = Texts({"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)}, TOKENIZER)
-    steps = int(3 * len(texts.tokens["books"]) / (0.65 / 0.8) / 64)  # there is no code
-    for more in (10, -10):
-        texts.warn_of_repeats(replace(TINY(), stages=(Stage(64, 1, steps + more, {}),)))
-        assert ("tokens of books 3." in capsys.readouterr().err) == (more > 0)
+SCRIPT = """
+import itertools, os, sys
 
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-TWO_PROCESSES = """
-import itertools, json, sys
 from msattn.trainer.data.sources import documents
 from msattn.trainer.errors import run_program
-from msattn.trainer.recipes.teachers import text, train
-from msattn.trainer.recipes.teachers.plans import PLANS, Plan, Stage
+from msattn.trainer.recipes import embedded_model
+from tests.recipes.test_embedded_model import TINY
 
-text.documents = lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3)
-train.DEV_PROMPTS = 2
-PLANS["embedded"] = Plan(
-    name="tiny",
-    architecture=json.loads(sys.argv[1]),
-    stages=tuple(Stage(length, 4, 2, {"needles": 0.4}, warmup_steps=1, micro_batch=2) for length in (192, 256)),
-    lr=2e-3,
-    log_every=1,
-    eval_every=1,
-)
-run_program(lambda: train.main(sys.argv[2:]))
+embedded_model.documents = lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3)
+embedded_model.DEV_PROMPTS = embedded_model.TEST_PROMPTS = 2
+embedded_model.PLAN = TINY
+run_program(lambda: embedded_model.main(sys.argv[1:]))
 """
-
-
-@pytest.mark.slow
-def test_two_processes_train_the_model_of_one(workspace: Path) -> None:
-    weights = []
-    for processes in (1, 2):
-        out = workspace / str(processes)
-        out.mkdir()
-        options = ["--text", workspace / "books", "--out", out, "--device", "cpu", "--workers", 0]
-        job = Job(TWO_PROCESSES, out, json.dumps(TINY().architecture), *options, processes=processes)
-        assert job.output().count("stage 1: ") == 1
-        facts = json.loads((out / "model" / "training.json").read_text())
-        assert facts["processes"] == processes
-        weights.append(load_file(out / "model" / "model.safetensors"))
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_data_workers_do_not_wait_for_threads_of_the_tokenizer(workspace: Path) -> None:
     """A tokenizer that was told to use threads has none in a forked data worker."""
-    script = f'import os\n\nos.environ["TOKENIZERS_PARALLELISM"] = "true"\n{TWO_PROCESSES}'
-    options = ["--text", workspace / "books", "--out", workspace, "--device", "cpu", "--workers", 1]
-    output = LaunchedJob(script, workspace, json.dumps(TINY().architecture), *options).output()
+    output = LaunchedJob(SCRIPT, workspace, *arguments_of(workspace, workspace, workers=1)).output()
     assert output.count("stage 2: ") == 1
