@@ -101,6 +101,7 @@ def read_rows(folder: Path, *extra: str) -> dict[tuple[Any, ...], dict[str, Any]
 
 def rows_of(task: Any, loaded: Loaded, cfg: EvalRunConfig, methods: Compared) -> list[EvalRow]:
     """The rows of a task that a test runs by itself."""
+    prepared = {task.__name__.rpartition(".")[2]: task.prepare(cfg, loaded)} if hasattr(task, "prepare") else {}
     with TemporaryDirectory() as folder:
         kept = PartialRows(Path(folder) / "rows", {}, resume=False)
-        return task.run(Job(loaded, cfg, methods, Progress(), kept))
+        return task.run(Job(loaded, cfg, methods, Progress(), kept, prepared))

@@ -118,11 +118,15 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     assert len(set(found)) == 3
 
 
-@pytest.mark.parametrize(("task", "lines"), [("perplexity", 1), ("latency", 0)])
+@pytest.mark.parametrize(
+    ("task", "init", "lines"),
+    [("perplexity", "random", 1), ("latency", "random", 0), ("latency", "pretrained", 1), ("decoding", "pretrained", 0)],
+)
 def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, lines: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, init: str, lines: int
 ) -> None:
-    cfg = replace(config(tmp_path, "unused", tasks=[task]), data=DataConfig(None, seq_len=160))
+    cfg = config(tmp_path, "unused", tasks=[task])
+    cfg = replace(cfg, data=DataConfig(None, seq_len=160), model=replace(cfg.model, init=init))
     monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)

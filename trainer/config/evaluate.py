@@ -205,11 +205,12 @@ class AnalysisConfig:
 class LatencyConfig:
     """Time to the first token, dense and sparse, after a warm-up prompt.
 
+    Prompts are held-out text, or random tokens with ``model.init=random``.
     One setting of each method is also measured on prompts of at least ``2 * chunk`` tokens in passes of ``chunk`` tokens, and
     on the last ``turn`` tokens of prompts of at least ``2 * turn`` tokens, after cached ones.
     """
 
-    lengths: Lengths = key("numbers of random tokens in a prompt", default=[1024, 4096])
+    lengths: Lengths = key("numbers of tokens in a prompt", default=[1024, 4096])
     sparsities: list[Sparsity] = key(SPARSITIES, default=[0.5, 0.8, 0.9, 0.95])
     seconds: Annotated[Number, Interval(gt=0, le=600)] = key(
         "seconds of measurement for each method and length; at least one prompt is measured", default=1.0

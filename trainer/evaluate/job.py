@@ -145,7 +145,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
 
 def reads_data(cfg: EvalRunConfig) -> bool:
     """Returns True if a task reads the held-out documents of ``cfg.data``."""
-    return None in _haystacks(cfg).values() or any(record(task).text == "heldout" for task in cfg.eval.tasks)
+    return None in _haystacks(cfg).values() or any(record(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks)
 
 
 def texts_hash(cfg: EvalRunConfig) -> str:

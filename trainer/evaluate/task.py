@@ -41,7 +41,8 @@ class Task:
     reads : ``blocks`` if it measures block selections, ``routings`` if it measures bucket routings; artifacts that no task
         reads are not looked for.
     text : ``heldout``: it always reads the held-out documents. ``haystack``: it reads the text of its key ``haystack``, or
-        else the held-out documents. None: it reads no text of ``data``.
+        else the held-out documents. ``pretrained``: it reads the held-out documents if ``model.init=pretrained``. None: it
+        reads no text of ``data``.
     files : keys of its section that name files of questions.
     form : format of a score beside that of another evaluation.
     hidden : columns of all tasks that its table leaves out, as its own columns have them.
@@ -54,7 +55,7 @@ class Task:
     unit: str
     columns: Mapping[str, Column]
     reads: tuple[Literal["blocks", "routings"], ...] = ("blocks", "routings")
-    text: Literal["heldout", "haystack"] | None = None
+    text: Literal["heldout", "haystack", "pretrained"] | None = None
     files: tuple[str, ...] = ()
     form: str = "{:.1%}"
     hidden: tuple[str, ...] = ()

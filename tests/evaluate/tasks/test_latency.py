@@ -1,9 +1,11 @@
 """Latency and decoding tasks on a CPU: settings, ratios and notes of their rows."""
 
+import argparse
 import csv
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,20 +14,33 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from msattn import attach
 from msattn.trainer import models
+from msattn.trainer.config import (
+    ArtifactsConfig,
+    DataConfig,
+    EvalConfig,
+    EvalRunConfig,
+    LatencyConfig,
+    ModelConfig,
+    PerplexityConfig,
+    SelectConfig,
+)
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import MethodSetting
+from msattn.trainer.evaluate.job import reads_data
 from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
-from msattn.trainer.evaluate.tasks import decoding, latency
+from msattn.trainer.evaluate.tasks import decoding, latency, perplexity
 from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
 from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, random_router, with_growing_layers
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
 from msattn.trainer.serving.cache.layers import BucketLayer
-from tests.evaluate.runs import BUCKETS, timed_config
+from tests.evaluate.runs import BUCKETS, loaded_and_found, rows_of, timed_config
 
 
 @pytest.mark.slow
@@ -155,8 +170,9 @@ def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.Monke
     assert (done.rate, done.tokens, done.selectivity) == (3 * 4 / 2.5, 4, None)
 
 
+@pytest.mark.parametrize("random_keys", [True, False])
 @pytest.mark.parametrize("situation", [latency.Situation("turn", cached=60), latency.Situation("chunks", chunk=40)])
-def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation, tmp_path: Path) -> None:
+def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation, random_keys: bool, tmp_path: Path) -> None:
     model = models.load(timed_config(tmp_path).model, device="cpu").model
     ids, lengths = torch.zeros(1, 100, dtype=torch.long), []
 
@@ -169,10 +185,64 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
         with tap(model, read):
             yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": None})
 
-    done = latency.measure(model, ids, attached, 1e-6, situation)
+    done = latency.measure(model, ids, attached, 1e-6, situation, random_keys=random_keys)
     passes = [(40, 100)] if situation.cached else [(40, 40), (40, 80), (20, 100)]
+    cached = [(60, 60)] if situation.cached and not random_keys else []
     assert len(done.seconds) == 1
-    assert lengths == [each for each in 3 * passes for _ in range(2)], "a warm-up, a prompt and its parts, in two layers"
+    assert lengths == [each for each in cached + 3 * passes for _ in range(2)], "a warm-up, a prompt, its parts, in two layers"
+
+
+def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
+    """Perplexity and latency of the embedded model and its gate on the same text: its first 1536 tokens, the only chunk."""
+    for name, text in (("train", "Other words are what a model trains on."), ("heldout", heldout)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    train, held = str(tmp_path / "train.txt"), str(tmp_path / "heldout.txt")
+    tasks = EvalConfig(
+        tasks=["perplexity", "latency"],
+        baselines=[],
+        perplexity=PerplexityConfig(length=1536, num_chunks=1, sparsities=[0.8]),
+        latency=LatencyConfig(lengths=[1536], sparsities=[0.8], seconds=1e-6, chunk=None, turn=512),
+    )
+    return timed_config(
+        tmp_path,
+        eval=tasks,
+        model=ModelConfig(name="tiny", path="embedded"),
+        artifacts=ArtifactsConfig(gate="embedded"),
+        data=DataConfig("text", train, heldout_path=held, bos=True),  # the first token of each prompt is BOS, too
+        select=SelectConfig(policy="calibrated", sparsity=0.8),
+    )
+
+
+def test_prompts_of_a_pretrained_model_are_heldout_text(tmp_path: Path) -> None:
+    cfg = embedded_config(tmp_path, heldout=Path(argparse.__file__).read_text()[:6500])
+    loaded, methods = loaded_and_found(cfg)
+    methods = replace(methods, block_selections=methods.block_selections[:1])  # the gate with its thresholds
+    rows = [row for task in (perplexity, latency) for row in rows_of(task, loaded, cfg, methods)]
+    left_out: dict[Any, Any] = {(row.task, row.setting.situation): row.sparsity for row in rows if not row.method.is_dense}
+    assert left_out["latency", ""] == left_out["perplexity", ""]
+
+    model: Any = loaded.model
+    ids, cache = latency.prepare(cfg, loaded), DynamicCache(config=model.config)
+    random_ids = torch.randint(4096, (1, 1536), generator=torch.Generator().manual_seed(0))
+    found = []
+    for tokens, past in ((random_ids, None), (ids[:, :1024], cache), (ids[:, 1024:], cache)):
+        with attach(model, gate="embedded", sparsity=0.8, dense_below=0) as sparse, torch.inference_mode():
+            model(tokens, past_key_values=past)
+        found.append(sparse.stats()["sparsity"])
+    assert found[0] < left_out["latency", ""] - 0.03, "the test needs a gate to which random tokens are not like text"
+    assert left_out["latency", "512 new after 1024"] == pytest.approx(found[2])
+
+
+def test_only_pretrained_models_need_text(tmp_path: Path) -> None:
+    cfg = embedded_config(tmp_path, heldout="A short text.")
+    loaded = models.load(cfg.model, device="cpu")
+    with pytest.raises(
+        UserError, match=r"^eval\.latency\.lengths=1536: expected at most \d+, the tokens of the held-out text$"
+    ):
+        evaluate(cfg)
+    missing = timed_config(tmp_path, data=DataConfig("text", "no such folder"))
+    assert not reads_data(missing)
+    assert latency.prepare(missing, loaded).shape == (1, 240)
 
 
 def test_random_classifiers_have_the_buckets_of_the_presets(tmp_path: Path) -> None:

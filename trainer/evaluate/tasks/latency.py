@@ -1,9 +1,10 @@
 """Time to the first token with dense and sparse attention, its parts, and the break-even length.
 
-Prompts are random tokens, because time depends on shapes and on the number of blocks that are read. Each prompt fills a cache,
-as in ``generate``. Dense attention is called through the same hooks, with each of PyTorch's fused SDPA kernels, so that the
-rest of the model is the same. Prompts that are prefilled in several passes, and new tokens after cached ones, are measured with
-one setting of each method beside the fastest dense kernel.
+Prompts are held-out text, because calibrated selections read another share of random tokens. A model with random weights was
+trained on no text; its prompts are random tokens. Each prompt fills a cache, as in ``generate``. Dense attention is called
+through the same hooks, with each of PyTorch's fused SDPA kernels, so that the rest of the model is the same. Prompts that are
+prefilled in several passes, and new tokens after cached ones, are measured with one setting of each method beside the fastest
+dense kernel.
 """
 
 import math
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from msattn.trainer.config import LatencyConfig
+from msattn.trainer import data
+from msattn.trainer.config import EvalRunConfig, LatencyConfig
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
@@ -28,6 +31,7 @@ from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.layer_attention import dense_attention
+from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache.install import can_crop
@@ -39,7 +43,7 @@ Attached = Callable[..., AbstractContextManager[Any]]
 
 
 class Situation(NamedTuple):
-    """The first tokens of a prompt whose keys, random ones, are cached already, and the most tokens of a pass (None: no limit).
+    """The first tokens of a prompt whose keys are cached already, and the most tokens of a pass (None: no limit).
 
     The name ends the setting of its rows; it is empty for a whole prompt in one pass.
     """
@@ -85,22 +89,35 @@ def run(job: Job) -> list[EvalRow]:
     of_situations = dense + [block.cases(model, [block.select.sparsity or 0.0])[0] for block in blocks]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
     plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
+    prompt, random_keys = job.prepared["latency"].to(model.device), job.cfg.model.init == "random"
     advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))
     rows: list[EvalRow] = []
     for length, situation, measured in plan:
-        vocabulary, generator = text_config(model.config).vocab_size, torch.Generator().manual_seed(job.cfg.seed)
-        ids = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+        ids = prompt[:, :length]
         done: list[tuple[MethodSetting, LatencyRun]] = []
         for case in measured:
             try:
                 with use_backend(None):  # too little memory is a reason, not an error
-                    done.append((case, measure(model, ids, case.attach, settings.seconds, situation)))
+                    done.append((case, measure(model, ids, case.attach, settings.seconds, situation, random_keys=random_keys)))
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
                 job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
             advance()
         rows += _rows_of(done, length, situation)
     return _with_break_even(rows, job.methods.notes)
+
+
+def prepare(cfg: EvalRunConfig, loaded: Loaded) -> Tensor:
+    """Returns the longest prompt, ``[1, N]``, whose beginnings are the others; UserError if the held-out text is shorter."""
+    longest = max(cfg.eval.latency.lengths)
+    if cfg.model.init == "random":
+        vocabulary, generator = text_config(loaded.model.config).vocab_size, torch.Generator().manual_seed(cfg.seed)
+        return torch.randint(vocabulary, (1, longest), generator=generator)
+    with_bos = loaded.tokenizer.bos_token_id is not None
+    ids = data.encode(data.documents(cfg.data, heldout=True), loaded.tokenizer, at_least=longest, bos=with_bos)
+    if len(ids) < longest:
+        raise UserError(f"eval.latency.lengths={longest}: expected at most {len(ids)}, the tokens of the held-out text")
+    return torch.from_numpy(ids[None, :longest]).long()
 
 
 def situations(length: int, settings: LatencyConfig) -> list[Situation]:
@@ -147,41 +164,55 @@ def first_token(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None,
 
 
 def measure(
-    model: PreTrainedModel, ids: Tensor, attached: Attached, seconds: float, situation: Situation = WHOLE_PROMPT
+    model: PreTrainedModel,
+    ids: Tensor,
+    attached: Attached,
+    seconds: float,
+    situation: Situation = WHOLE_PROMPT,
+    *,
+    random_keys: bool,
 ) -> LatencyRun:
     """Runs a warm-up prompt, measures prompts until they took ``seconds``, and the parts of one more, whose timers cost time.
 
-    Cached tokens are those of the warm-up again, so that what an attached model keeps of them is known, as in a conversation.
+    Cached tokens are prefilled by the method itself, as in a conversation, or have random keys. They are those of the warm-up
+    again, so that what an attached model keeps of them is known. The prompt whose parts are measured is alone in its context,
+    so its sparsity includes no prefill of cached tokens.
     """
-    new, cache = ids[:, situation.cached :], _cache(model, ids, situation)
+    new, next_cache = ids[:, situation.cached :], partial(_cache, model, ids, situation, random_keys)
     taken: list[float] = []
     peaks: list[float] = []
-    with attached() as running:
+    with attached():
+        cache = next_cache(None)
         first_token(model, new, cache, situation.chunk)
         while sum(taken) < seconds:
-            cache = _cache(model, ids, situation, cache)
+            cache = next_cache(cache)
             with cost(model.device) as spent:
                 first_token(model, new, cache, situation.chunk)
             taken.append(spent.seconds)
             peaks.append(spent.peak_mb)
-        read = running.stats()["sparsity"]
-    cache = _cache(model, ids, situation, cache)
+        cache = next_cache(cache)
     with attached(measure_time=True) as running:
         with cost(model.device) as timed:
             first_token(model, new, cache, situation.chunk)
-        parts = {part: running.stats()[f"{part}_s"] or 0.0 for part in ("selection", "attention")}
-    return LatencyRun(taken, max(peaks), read, parts, timed.seconds)
+        stats = running.stats()
+    parts = {part: stats[f"{part}_s"] or 0.0 for part in ("selection", "attention")}
+    return LatencyRun(taken, max(peaks), stats["sparsity"], parts, timed.seconds)
 
 
-def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, used: Cache | None = None) -> Cache | None:
+def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, random_keys: bool, used: Cache | None) -> Cache | None:
     """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model creates one."""
     new_tokens = ids.shape[1] - situation.cached
     if situation.cached and used is not None and can_crop(used):
         used.crop(-new_tokens)
         return used
-    if situation.cached:
+    if situation.cached and random_keys:
         return with_growing_layers(model, random_cache(model, 1, situation.cached, new_tokens=new_tokens, seed=0))
-    return with_growing_layers(model, DynamicCache(config=model.config)) if situation.chunk else None
+    if situation is WHOLE_PROMPT:
+        return None
+    cache = with_growing_layers(model, DynamicCache(config=model.config))
+    if situation.cached:
+        first_token(model, ids[:, : situation.cached], cache)
+    return cache
 
 
 def as_row(case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
@@ -238,6 +269,7 @@ TASK = Task(
     | {part: (f"{part}_share", "{:.1%}") for part in ("selection", "attention")}
     | {"break-even": ("break_even", "{:,}")},
     reads=("blocks",),
+    text="pretrained",
     form="{:.3g} s",
     hidden=("latency",),
     timed=True,
