@@ -81,7 +81,7 @@ def _configured(part: Part, length: int) -> Any:
 def measure(part: Part) -> list[EvalRow]:
     """Returns the rows of a part, including those kept from a killed run; runs in its own process."""
     loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
-    methods = calibrate_selections(Compared(_methods(part, cfg, loaded), []), cfg, loaded)
+    methods = calibrate_selections(Compared(methods_of(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
     if kept.get("done") is None:
         for row in part.dense:
@@ -103,7 +103,8 @@ def measure(part: Part) -> list[EvalRow]:
     return [replace(row, extra={"seed": seed} | row.extra) for row in rows]
 
 
-def _methods(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
+def methods_of(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
+    """Returns the block selection of a part; none for dense attention."""
     if part.scores is None:
         return []
     select = replace(cfg.select, scores=part.scores)
