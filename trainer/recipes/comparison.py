@@ -1,6 +1,9 @@
-"""Compares block selections: gates and all methods without training, at the same sparsities on the same samples.
+"""Compares block selections: gates and all methods without training, at the same sparsities or shares, on the same samples.
 
     python -m msattn.trainer.recipes.comparison OUT OVERRIDES --lengths 2048 4096 8192 --gates outputs/smollm2/*/gate
+
+With ``--shares 0.2 0.1`` every method asks for the sparsities at which it reads these shares of the keys of the chunks of
+perplexity, within 2 % of the share, under the calibrated policy. They are also written, for ``docs/experiments/long_code.py``.
 
 OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
 ``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
@@ -16,6 +19,7 @@ its 95 % interval. With this file in docs/figures, ``python docs/figures/draw.py
 """
 
 import csv
+import json
 import multiprocessing
 import os
 import sys
@@ -28,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.commands.compose import compose
@@ -36,16 +41,19 @@ from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.calibration import calibrate_selections
 from msattn.trainer.evaluate.compared import Compared, ComparedSelection
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
-from msattn.trainer.evaluate.row import EvalRow, flat
+from msattn.trainer.evaluate.row import EvalRow, Setting, flat
 from msattn.trainer.evaluate.task import record, task_module
+from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.thresholds import SPARSITIES
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.progress import Progress
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.replace import write_table
 
 POLICIES = ("calibrated", "topk")
+CLOSE, MOST_TRIES = 0.02, 10  # relative difference from a share up to which it is met; tries to meet it
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class Part:
     policy: str = POLICIES[0]
     scores: str | None = None  # block scores of the gate or of a baseline; None: dense attention
     gate: Path | None = None
+    shares: tuple[float, ...] = ()  # shares of the keys that are to be read; (): sparsities as configured
     seeds: bool = False  # the rows of a gate have the seed of its training instead of the name of its run
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
@@ -71,11 +80,50 @@ def _loaded(overrides: tuple[str, ...]) -> Any:
     return models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
 
 
-def _configured(part: Part, length: int) -> Any:
+def _configured(part: Part, length: int, asked: Sequence[float] = ()) -> Any:
     sizes = [f"eval.perplexity.length={length}", *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval"))]
     longest = f"data.seq_len={max(part.lengths)}"  # thresholds are calibrated at this length
     tasks = f"eval.tasks=[{','.join(part.tasks)}]"
-    return compose("eval", [longest, *sizes, "eval.routers=[]", *part.overrides, tasks, f"select={part.policy}"])
+    given = [f"eval.{task}.sparsities=[{','.join(map(str, asked))}]" for task in part.tasks] if asked else []
+    return compose("eval", [longest, *sizes, "eval.routers=[]", *part.overrides, *given, tasks, f"select={part.policy}"])
+
+
+@torch.inference_mode()
+def asked_sparsity(selection: ComparedSelection, loaded: Any, texts: Sequence[Tensor], share: float) -> float:
+    """Returns the sparsity to ask for so that the selection reads this share of the keys of ``texts``."""
+    low, high, asked = 0.0, SPARSITIES[-1], 1 - share
+    for _ in range(MOST_TRIES):
+        with selection.attach(loaded.model, replace(selection.select, sparsity=asked)) as sparse:
+            for ids in texts:
+                prefill(loaded, ids)
+            read = 1 - sparse.stats()["sparsity"]
+        if abs(read - share) <= CLOSE * share:
+            break
+        low, high = (asked, high) if read > share else (low, asked)
+        nearer = asked + read - share
+        asked = round(nearer if low < nearer < high else (low + high) / 2, 4)
+    return asked
+
+
+def _match(part: Part, job: Job, length: int) -> None:
+    """Measures the sparsities to ask for at this length, unless they are kept from a killed run."""
+    path = _asked_path(part, length)
+    if path.exists():
+        return
+    chunks = heldout_chunks(job, length, job.cfg.eval.perplexity.num_chunks)
+    texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
+    (selection,) = job.methods.block_selections
+    found = [[share, asked_sparsity(selection, job.loaded, texts, share)] for share in part.shares]
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _asked_path(part: Part, length: int) -> Path:
+    return part.out / f"asked-{length}.json"
+
+
+def read_asked(part: Part, length: int) -> dict[float, float]:
+    """Returns the sparsities that a part asks for at a length, by share of the keys."""
+    return dict(json.loads(_asked_path(part, length).read_text(encoding="utf-8")))
 
 
 def measure(part: Part) -> list[EvalRow]:
@@ -90,6 +138,9 @@ def measure(part: Part) -> list[EvalRow]:
                 kept.add([row], *key)
         for length in part.lengths:
             job = Job(loaded, _configured(part, length), methods, Progress(), kept)
+            if part.shares and part.scores:
+                _match(part, job, length)
+                job = replace(job, cfg=_configured(part, length, [*read_asked(part, length).values()]))
             with job.progress:
                 for task in part.tasks:
                     found = task_module(task).run(job)
@@ -97,6 +148,9 @@ def measure(part: Part) -> list[EvalRow]:
                         kept.add(found, task, length, DENSE, "")
         kept.add([], "done")
     rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.scores is None)]
+    if part.shares and part.scores:
+        shares = {(length, asked): share for length in part.lengths for share, asked in read_asked(part, length).items()}
+        rows = [replace(row, setting=Setting("keys", shares[row.extra["length"], row.setting.value or 0.0])) for row in rows]
     if part.gate is None or not part.seeds:
         return rows
     seed = artifacts.read(part.gate, kind="gate").manifest["seed"]
@@ -125,7 +179,7 @@ def parts_of(
     baselines: Sequence[str],
     overrides: Sequence[str],
     policies: Sequence[str] = POLICIES,
-    seeds: bool = False,
+    **fields: Any,
 ) -> tuple[list[Part], list[Part]]:
     """Returns the parts of dense attention and the parts of the methods."""
     cfg: Any = compose("eval", overrides)
@@ -140,7 +194,7 @@ def parts_of(
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
-        part(f"{policy}-{name}", tasks, lengths, policy=policy, scores=scores, gate=gate, seeds=seeds)
+        part(f"{policy}-{name}", tasks, lengths, policy=policy, scores=scores, gate=gate, **fields)
         for policy in policies
         for name, scores, gate in methods
     ]
@@ -179,6 +233,15 @@ def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRo
     write_table(out / "comparison.csv", written)
 
 
+def write_settings(path: Path, parts: Sequence[Part], length: int) -> None:
+    """Writes the sparsities to ask for at a length, by method (``scores:run`` of gates) and share of the keys."""
+    found = {}
+    for part in parts:
+        name = part.scores if part.gate is None else f"{part.scores}:{part.gate.resolve().parent.name}"
+        found[name] = read_asked(part, length)
+    path.write_text(json.dumps(found), encoding="utf-8")
+
+
 def _gpus() -> list[str | None]:
     """Returns the names of the visible GPUs, if there are several."""
     count = torch.cuda.device_count()
@@ -207,13 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", action="store_true", help="the gates differ only in their training seed")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
+    parser.add_argument("--shares", nargs="*", type=float, default=[], help="shares of the keys to read, instead of sparsities")
     parser.add_argument("--processes", type=int, default=7, help="number of processes; they take the GPUs in turn")
     args = parser.parse_intermixed_args(arguments)
     cfg: Any = compose("eval", args.overrides)
     run = "-".join([cfg.model.name, *map(str, args.lengths)])
     folder = args.out / run
     folder.mkdir(parents=True, exist_ok=True)
-    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, args.policies, args.seeds)
+    policies = POLICIES[:1] if args.shares else args.policies
+    fields = {"seeds": args.seeds, "shares": tuple(args.shares)}
+    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, policies, **fields)
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
@@ -227,6 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows += [("" if row.method.is_dense else part.policy, row) for row in found]
                 print(f"{part.name}: {len(found)} rows", flush=True)
     write_rows(args.out, run, cfg.model.name, rows)
+    if args.shares:
+        for length in args.lengths:
+            write_settings(args.out / f"{run}-asked-{length}.json", sparse, length)
     print(args.out / "comparison.csv")
 
 
