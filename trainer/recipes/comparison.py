@@ -53,6 +53,7 @@ from msattn.trainer.recipes import argument_parser
 from msattn.trainer.storage.replace import write_table
 
 POLICIES = ("calibrated", "topk")
+TASKS = ("perplexity", "ruler", "leval")
 CLOSE, MOST_TRIES = 0.02, 10  # relative difference from a share up to which it is met; tries to meet it
 
 
@@ -179,22 +180,23 @@ def parts_of(
     baselines: Sequence[str],
     overrides: Sequence[str],
     policies: Sequence[str] = POLICIES,
+    tasks: Sequence[str] = TASKS,
     **fields: Any,
 ) -> tuple[list[Part], list[Part]]:
     """Returns the parts of dense attention and the parts of the methods."""
     cfg: Any = compose("eval", overrides)
-    tasks = ("perplexity", "ruler", *["leval"] * (cfg.eval.leval.path is not None))
+    asked = tuple(task for task in tasks if task != "leval" or cfg.eval.leval.path is not None)
 
     def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:
         return Part(name, folder / name, tuple(overrides), tuple(lengths), tasks, **fields)
 
-    dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in tasks for length in lengths]
+    dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in asked for length in lengths]
     methods: list[tuple[str, str, Path | None]] = [
         (f"{scores}-{path.resolve().parent.name}", scores, path) for path in gates for scores in GATE_SCORES
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
-        part(f"{policy}-{name}", tasks, lengths, policy=policy, scores=scores, gate=gate, **fields)
+        part(f"{policy}-{name}", asked, lengths, policy=policy, scores=scores, gate=gate, **fields)
         for policy in policies
         for name, scores, gate in methods
     ]
@@ -270,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", action="store_true", help="the gates differ only in their training seed")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=[*TASKS], help="leval only with eval.leval.path")
     parser.add_argument("--shares", nargs="*", type=float, default=[], help="shares of the keys to read, instead of sparsities")
     parser.add_argument("--processes", type=int, default=7, help="number of processes; they take the GPUs in turn")
     args = parser.parse_intermixed_args(arguments)
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policies = POLICIES[:1] if args.shares else args.policies
     fields = {"seeds": args.seeds, "shares": tuple(args.shares)}
-    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, policies, **fields)
+    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, policies, args.tasks, **fields)
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
