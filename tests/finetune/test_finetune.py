@@ -225,7 +225,10 @@ def test_jobs_are_refused_before_training(root: Path, change: Callable[[Finetune
         ({"tasks": 0.5}, "data.seq_len=96: expected 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
         ({"select": SelectConfig()}, "select.scores=gate_question: finetune trains with gate"),
-        ({"select": SelectConfig(policy="nucleus", scores="gate")}, "select.policy=nucleus: finetune trains with topk or multiscale"),
+        (
+            {"select": SelectConfig(policy="nucleus", scores="gate")},
+            "select.policy=nucleus: finetune trains with topk or multiscale",
+        ),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
     ],
 )
