@@ -49,9 +49,9 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     succeed("eval", "--model", "mine", *COMMON, *EVAL)
     (results,) = Path("outputs").rglob("results.json")
     rows = json.loads(results.read_text())["rows"]
-    dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate"))
+    dense, full = (next(row for row in rows if row["method"] == name) for name in ("dense", "gate_question"))
     assert full["score"] == pytest.approx(dense["score"], rel=1e-4)
-    read = next(row for row in rows if row["task"] == "recall" and row["method"] == "gate")
+    read = next(row for row in rows if row["task"] == "recall" and row["method"] == "gate_question")
     assert read["score"] == pytest.approx(1, abs=1e-5)
     assert read["extra"]["output_error"] < 1e-8
     assert all(row["extra"]["layers"] in (served, served[1:]) for row in rows if row["task"] == "recall")

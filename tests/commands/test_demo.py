@@ -41,8 +41,11 @@ def test_demo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in (folder / "eval/report.html").read_text(encoding="utf-8")
     rows = json.loads((folder / "eval/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
-    assert {"dense", "gate", "quest", "vertical_slash", "mean_pool"} <= {row["method"] for row in rows}
+    assert {"dense", "gate_question", "gate", "quest", "vertical_slash", "mean_pool"} <= {row["method"] for row in rows}
     assert "One of the needle prompts" in out
+    answers = out.partition("One of the needle prompts")[2].splitlines()
+    assert {"dense", "gate_question", "quest"} <= {line.partition(" ")[0] for line in answers}
+    assert not any(line.startswith("gate ") for line in answers), "another way to use the gate is no method of its own"
     assert "The hidden token for" in out
     made = (folder / "kmeans/manifest.json").read_bytes()
 

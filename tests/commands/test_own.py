@@ -15,6 +15,8 @@ from tests.commands.conftest import Run
 from tests.factory import embedded_tokenizer, tiny_model
 from tests.running import succeed
 
+OWN = ModelPresets(gate_loss="kl", gate_q_pool=["avg", "max", "min"], gate_k_pool=["avg", "max", "min"])
+
 
 def folder(tmp_path: Path, **config: Any) -> Path:
     path = tmp_path / "My Model (v2)"
@@ -63,14 +65,15 @@ def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (1500, 1e-3, 512)
     capsys.readouterr()
     assert compose("train-gate", overrides("train-gate", "device=cuda")).train.batch_size == 16
-    assert compose("eval", overrides("eval", "device=cpu")).model.presets == ModelPresets()
+    assert compose("eval", overrides("eval", "device=cpu")).model.presets == OWN
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("config", [{"max_position_embeddings": 131072}, {}])
 def test_long_models_keep_the_defaults(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = compose("train-gate", own_overrides(str(folder(tmp_path, **config)), None))
-    assert cfg.model.presets == ModelPresets()
+    assert cfg.model.presets == OWN
+    assert (cfg.gate.loss, cfg.gate.q_pool, cfg.gate.k_pool) == ("kl", OWN.gate_q_pool, OWN.gate_k_pool)
     assert capsys.readouterr().err == ""
 
 

@@ -17,7 +17,7 @@ from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import calibrate_blocks
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import attach
@@ -56,7 +56,7 @@ def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, mon
     )
     found = [(each, LOADERS[each.kind](each.path)) for each in paths]
     names = [str(method.method) for method in _block_selections(cfg, found)]
-    assert names == ["gate", "gate, top-k", "gate (embedded)", "quest"]
+    assert names == ["gate_question", "gate_question, top-k", "gate", "gate_question (embedded)", "quest"]
     assert [str(method.method) for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
 
 
@@ -65,7 +65,7 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
     found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
     quest = next(method for method in found.block_selections if str(method.method) == "quest")
-    train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=4)
+    train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
     expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
@@ -91,7 +91,7 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     """Thresholds are measured once for a gate, a text and the blocks that are always read, and kept on disk."""
     cfg = config(trained, text, baselines=["quest"])
     text_of_chunks = replace(cfg.data, cache=str(tmp_path), seq_len=256)
-    cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", block_size=16))
+    cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", scores="gate", block_size=16))
     passes = []
     monkeypatch.setattr(
         calibration, "calibrate_blocks", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys)

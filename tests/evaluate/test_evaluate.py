@@ -36,7 +36,7 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     rows = {(row["task"], row["method"], row["setting"]): row for row in results["rows"]}
     assert len(rows) == len(results["rows"])
 
-    for method in ("gate", "oracle", "sink_local"):  # at sparsity 0 equal to dense attention
+    for method in ("gate_question", "gate", "oracle", "sink_local"):  # at sparsity 0 equal to dense attention
         full = rows["perplexity", method, "sparsity 0"]
         assert full["ratio_to_dense"] == pytest.approx(1, abs=1e-5)
         assert full["recall"] == pytest.approx(1, abs=1e-5)

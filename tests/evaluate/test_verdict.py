@@ -66,6 +66,15 @@ def test_the_best_methods_of_both_kinds_and_ties() -> None:
     assert all(number in text for number in ("+3.4%", "-3.9%", "-6.3% to -1.5%", "100.0%", "-19.6% to +36.2%"))
 
 
+def test_other_scores_of_the_served_gate_are_comparisons() -> None:
+    """The first rows of a gate are those of the scores that are served; better ones of its other scores do not win."""
+    both = [needle("gate_question", "sparsity 0.9", 8, 0.1), needle("gate", "sparsity 0.9", 10, 0.1)]
+    quest = needle("quest", "sparsity 0.9", 2, 0.1)
+    for rows, best in ((both, "gate and question: 80.0%"), (both[::-1], "gate: 100.0%"), (both[1:], "gate: 100.0%")):
+        (line,) = verdict([*rows, quest])
+        assert line.cells["best trained"] == best
+
+
 def test_scores_of_the_same_samples_are_compared_in_pairs() -> None:
     def ruler(method: str, scores: list[float]) -> EvalRow:
         return row("ruler", method, "sparsity 0.9", sum(scores) / 4, 0.1, extra={"scores": {"vt": scores, "cwe": scores}})

@@ -32,7 +32,7 @@ def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig
     architecture = tiny_architecture(vocab_size=4096, max_position_embeddings=64)
     settings = small_run(root, name) | {
         "model": ModelConfig(name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN),
-        "select": SelectConfig(sparsity=0.5),
+        "select": SelectConfig(scores="gate", sparsity=0.5),
         "artifacts": ArtifactsConfig(gate=str(root / "outputs/small/base/gate")),
         "train": FinetuneTrainConfig(
             lr=1e-3, steps=4, batch_size=2, micro_batch_size=1, schedule="linear", log_every=1, save_every=2
@@ -131,7 +131,7 @@ def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
     again = finetune(replace(cfg, overwrite=True))  # training is complete, so the job only writes
     assert equal(weights(again), weights(trained))
     with pytest.raises(UserError, match=r"finetune/checkpoints has select.sparsity=0.5, not 0.6"):
-        finetune(replace(cfg, overwrite=True, select=SelectConfig(sparsity=0.6)))
+        finetune(replace(cfg, overwrite=True, select=SelectConfig(scores="gate", sparsity=0.6)))
     with pytest.raises(UserError, match=r"has data=\w+, not \w+; use the same settings"):
         finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
 
@@ -224,7 +224,11 @@ def test_jobs_are_refused_before_training(root: Path, change: Callable[[Finetune
         ({"tasks": 1.5}, r"tasks=1.5: expected a number in \[0, 1\]"),
         ({"tasks": 0.5}, "data.seq_len=96: expected 256 tokens or more with tasks=0.5"),
         ({"artifacts": ArtifactsConfig()}, "artifacts.gate=None: gates are needed"),
-        ({"select": SelectConfig(policy="nucleus")}, "select.policy=nucleus: finetune trains with topk or multiscale"),
+        ({"select": SelectConfig()}, "select.scores=gate_question: finetune trains with gate"),
+        (
+            {"select": SelectConfig(policy="nucleus", scores="gate")},
+            "select.policy=nucleus: finetune trains with topk or multiscale",
+        ),
         ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
     ],
 )
@@ -300,7 +304,7 @@ def test_the_loss_falls_on_a_gpu(root: Path, sparsity: float) -> None:
         f"gpu-{sparsity}",
         device="cuda",
         dtype="auto",
-        select=SelectConfig(sparsity=sparsity),
+        select=SelectConfig(scores="gate", sparsity=sparsity),
         artifacts=gates,
         train=train,
     )

@@ -42,7 +42,7 @@ def overrides_of(words: list[str]) -> list[str]:
 
 
 PRINTED = {  # by the scripts in docs/examples
-    "server": r"( *\d+ characters -> .+\n){4}prompts read [45]\d% of the blocks, new tokens [34]\d% of the keys",
+    "server": r"( *\d+ characters -> .+\n){4}prompts read 2\d% of the blocks, new tokens [34]\d% of the keys",
     "trained": r"dense: +48213 .*\ngate and classifier: +48213 +\(reads [23]\d% of the blocks, 1\d% of the keys in decoding\)",
     "untrained": "".join(rf"\d+ tokens, {share}\d% of the blocks not read: KL 0\.\d+\n" for share in (4, 7, 8)),
 }

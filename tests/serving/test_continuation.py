@@ -18,7 +18,7 @@ from msattn.trainer.serving.cache.layers import GrowingLayer
 from tests.factory import FAMILIES, ROPE_TYPES, left_padded, random_partition, random_tokens, tiny_model
 from tests.sparse import BLOCK, LAYERS, attach_reading_all, by_pooled_scores, gate_for, run_in_passes
 
-HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 TRAINING_FREE = ("quest", "mean_pool", "sink_local", "oracle")
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from msattn.trainer.commands.jobs import COMMANDS, config_name
 from msattn.trainer.config import BASELINES, POLICIES, JobConfig, defaults, known_keys, nearest, typed
-from msattn.trainer.config.select import OWN_KEYS, SelectConfig, foreign_key
+from msattn.trainer.config.select import GATE_SCORES, OWN_KEYS, SelectConfig, foreign_key
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
@@ -105,7 +105,8 @@ def initialized_hydra(command: str) -> Iterator[Any]:
     OmegaConf.register_new_resolver("up_to", lambda end, *sizes: [*(n for n in sizes if n < end), end], replace=True)
     # For distances: ${within:1024,${data.seq_len}} is the first number, or a quarter of the length if that is less.
     OmegaConf.register_new_resolver("within", _within, replace=True)
-    _store_schemas(command)
+    _store_schema(command)
+    _store_selections(command)
     with initialize_config_module("msattn.conf", job_name=command, version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
@@ -122,14 +123,23 @@ def _within(distance: int, length: Any) -> int:
 
 
 @functools.cache
-def _store_schemas(command: str) -> None:
-    """Stores the defaults of the schemas in Hydra; ``conf/`` holds what differs from them."""
+def _store_schema(command: str) -> None:
+    """Stores the defaults of a command's schema in Hydra; ``conf/`` holds what differs from them."""
+    from hydra.core.config_store import ConfigStore
+
+    node = defaults(COMMANDS[command].schema)
+    ConfigStore.instance().store(name=f"{config_name(command)}_schema", node=node, provider="msattn")
+
+
+def _store_selections(command: str) -> None:
+    """Stores the options of ``select`` in Hydra. Policies have the first scores of a gate that the command does not refuse."""
     from hydra.core.config_store import ConfigStore
 
     store = functools.partial(ConfigStore.instance().store, provider="msattn")
-    store(name=f"{config_name(command)}_schema", node=defaults(COMMANDS[command].schema))
+    excluded = getattr(COMMANDS[command].schema, "refused", {})
+    of_policies = next(scores for scores in (SelectConfig().scores, *GATE_SCORES) if scores not in excluded)
     for policy in POLICIES:
-        store(group="select", name=policy, node=SelectConfig(policy).as_dict())
+        store(group="select", name=policy, node=SelectConfig(policy, scores=of_policies).as_dict())
     for scores in BASELINES:
         store(group="select", name=scores, node=SelectConfig(scores=scores).as_dict())
 

@@ -13,8 +13,6 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.launch import launch
 
 BASELINES = ("quest", "vertical_slash", "mean_pool")
-GATES = ("gate", "gate (embedded)")
-SHOWN = ("dense", *GATES, *BASELINES)  # methods whose answers to a prompt are printed
 
 STEPS = {  # commands and what they do
     "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
@@ -45,16 +43,21 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         (folder,) = launch(command, arguments[command])
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
-    _print_answers(rows, console)
+    _print_answers(rows, configs["eval"].select.scores, console)
     report = folder / "report.html"
     console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report
 
 
-def _print_answers(rows: list[dict[str, Any]], console: Console) -> None:
-    """Prints one of the needle prompts, the one that dense attention and a gate answer but most baselines do not."""
-    answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in SHOWN}
-    gates = [answers[gate] for gate in GATES if gate in answers]
+def _print_answers(rows: list[dict[str, Any]], scores: str, console: Console) -> None:
+    """Prints one of the needle prompts, the one that dense attention and a gate answer but most baselines do not.
+
+    ``scores`` are those of the gates that are served.
+    """
+    gate_names = (scores, f"{scores} (embedded)")
+    shown = ("dense", *gate_names, *BASELINES)
+    answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in shown}
+    gates = [answers[gate] for gate in gate_names if gate in answers]
 
     def wrong_baselines(number: int) -> int:
         right = answers["dense"][number]["correct"] and any(examples[number]["correct"] for examples in gates)
@@ -66,7 +69,7 @@ def _print_answers(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("attention")
     table.add_column("answer")
-    for method in filter(answers.get, SHOWN):
+    for method in filter(answers.get, shown):
         example = answers[method][number]
         table.add_row(method, f"{example['answer']} {'(right)' if example['correct'] else '(wrong)'}")
     console.print(table)

@@ -230,6 +230,7 @@ class FinetuneConfig(RunConfig):
 
     refused: ClassVar[Mapping[str, str]] = {
         **{policy: f"finetune trains with {' or '.join(TRAINABLE)}" for policy in POLICIES if policy not in TRAINABLE},
+        # The last tokens of a chunk of text are no question.
         **dict.fromkeys(SCORES[1:], "finetune trains with gate"),
     }
     select: SelectConfig

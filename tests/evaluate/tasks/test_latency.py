@@ -57,7 +57,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
         assert dense["ratio_to_dense"] == 1
         assert (dense["sparsity"], dense["extra"]["selection_s"]) == (None, 0)
         for sparsity in (0.5, 0.9):
-            row = rows["latency", "gate, untrained", f"sparsity {sparsity}", length]
+            row = rows["latency", "gate_question, untrained", f"sparsity {sparsity}", length]
             assert row["score"] == row["latency_s"] > 0
             assert row["ratio_to_dense"] == pytest.approx(row["score"] / dense["score"])
             assert 0.15 < row["sparsity"] < sparsity + 0.1, "of few blocks, those that are always read are a large part"
@@ -71,7 +71,7 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert len(others) == 2 * 2, "one setting of each method"
     for name in ("chunks of 100", "64 new after 176"):
         dense = every["latency", "dense, SDPA", name, 240]
-        sparse = every["latency", "gate, untrained", f"sparsity 0.5, {name}", 240]
+        sparse = every["latency", "gate_question, untrained", f"sparsity 0.5, {name}", 240]
         assert sparse["ratio_to_dense"] == pytest.approx(sparse["score"] / dense["score"])
         assert sparse["sparsity"] > 0
         assert (sparse["extra"]["situation"], sparse["extra"]["break_even"]) == (name, None)
@@ -200,8 +200,8 @@ def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
     tasks = EvalConfig(
         tasks=["perplexity", "latency"],
         baselines=[],
-        perplexity=PerplexityConfig(length=1536, num_chunks=1, sparsities=[0.8]),
-        latency=LatencyConfig(lengths=[1536], sparsities=[0.8], seconds=1e-6, chunk=None, turn=512),
+        perplexity=PerplexityConfig(length=1536, num_chunks=1, sparsities=[0.5]),
+        latency=LatencyConfig(lengths=[1536], sparsities=[0.5], seconds=1e-6, chunk=None, turn=512),
     )
     return timed_config(
         tmp_path,
@@ -209,7 +209,7 @@ def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
         model=ModelConfig(name="tiny", path="embedded"),
         artifacts=ArtifactsConfig(gate="embedded"),
         data=DataConfig("text", train, heldout_path=held, bos=True),  # the first token of each prompt is BOS, too
-        select=SelectConfig(policy="calibrated", sparsity=0.8),
+        select=SelectConfig(policy="calibrated", sparsity=0.5),
     )
 
 
@@ -226,7 +226,7 @@ def test_prompts_of_a_pretrained_model_are_heldout_text(tmp_path: Path) -> None:
     random_ids = torch.randint(4096, (1, 1536), generator=torch.Generator().manual_seed(0))
     found = []
     for tokens, past in ((random_ids, None), (ids[:, :1024], cache), (ids[:, 1024:], cache)):
-        with attach(model, gate="embedded", sparsity=0.8, dense_below=0) as sparse, torch.inference_mode():
+        with attach(model, gate="embedded", sparsity=0.5, dense_below=0) as sparse, torch.inference_mode():
             model(tokens, past_key_values=past)
         found.append(sparse.stats()["sparsity"])
     assert found[0] < left_out["latency", ""] - 0.03, "the test needs a gate to which random tokens are not like text"

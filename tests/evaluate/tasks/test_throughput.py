@@ -24,7 +24,7 @@ def test_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [(row["method"], row["extra"]["batch"]) for row in rows] == [
         (method, requests)
         for requests in (1, 3)
-        for method in ("dense, transformers", "dense, same engine", "gate, untrained + classifier, untrained")
+        for method in ("dense, transformers", "dense, same engine", "gate_question, untrained + classifier, untrained")
     ]
     for row in rows:
         extra = row["extra"]

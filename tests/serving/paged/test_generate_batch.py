@@ -30,7 +30,7 @@ from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
 
-HALF: Any = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 PRODUCTS = """
 import torch
 

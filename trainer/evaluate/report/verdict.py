@@ -1,8 +1,8 @@
 """The verdict: the best trained and the best untrained method, with the interval of their difference.
 
 A line judges one task in prefill (block selection) or decoding (bucket routing), at the longest prompts, in the setting in
-which the first trained method reads the fewest keys. Both methods use the same samples, so the interval is that of paired
-differences; if it includes 0, the line is a tie.
+which the first trained method reads the fewest keys. Of the scores of a gate, only those that are served take part: the first
+ones. Both methods use the same samples, so the interval is that of paired differences; if it includes 0, the line is a tie.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from msattn.trainer.config import TASKS
+from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.evaluate.report.style import longest
 from msattn.trainer.evaluate.report.tables import columns_of, filled
 from msattn.trainer.evaluate.row import EvalRow
@@ -68,6 +69,8 @@ def show(rows: Sequence[EvalRow], console: Console) -> None:
 
 def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
     first = next((row for row in rows if row.method.is_trained), rows[0])
+    if first.method.name in GATE_SCORES:  # rows of the gate's other scores are comparisons with these
+        rows = [row for row in rows if row.method.name not in GATE_SCORES.keys() - {first.method.name}]
     reference = min((row for row in rows if row.method == first.method), key=_reads)
     near = [
         _in_setting([row for row in rows if row.method == each], reference)
