@@ -119,7 +119,54 @@ def comparison(model: str, task: str) -> Table:
     return Table("comparison", "blocks chosen by|policy|setting", lines, columns, model=model, task=task)
 
 
+def at_equal_reading(share: str, sparsity: str) -> Table:
+    """Returns the table of Qwen2.5-Coder-0.5B: what selections that read the same share lose, and what they take."""
+    columns = []
+    for length in ("8192", "32768"):
+        where = {"task": "perplexity", "length": length, "setting": f"{share} % of keys"}
+        columns += [
+            Cell(f"KL, {int(length):,} tokens", ".3f", "kl_divergence", **where),
+            Cell("perplexity over dense", ".3f", "ratio_to_dense", **where),
+        ]
+    timed = {"task": "latency", "length": "32768", "setting": f"sparsity {sparsity}"}
+    columns += [
+        Cell("first token, 32,768 tokens (s)", ".3f", "score", **timed),
+        Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", **timed),
+        Cell("read there (%)", ".1%", "selectivity", **timed),
+    ]
+    lines = {
+        COMPARED_TITLES[method]: {"method": method}
+        for method in ("gate_question", "gate", "mean_pool", "xattention", "quest", "vertical_slash", "minference", "oracle")
+    }
+    return Table("qwen", f"blocks chosen by, {share} % of the keys read", lines, columns)
+
+
 TABLES = {
+    "qwen-20": at_equal_reading("20", "0.8"),
+    "qwen-10": at_equal_reading("10", "0.9"),
+    "qwen-seeds": Table(
+        "qwen",
+        "tokens|keys read (%)|blocks chosen by",
+        {
+            f"{int(length):,}|{share}|{COMPARED_TITLES[method]}, seed {seed}": {
+                "length": length,
+                "setting": f"{share} % of keys",
+                "method": method,
+                "seed": seed,
+            }
+            for length in ("8192", "32768")
+            for share in ("20", "10")
+            for method in ("gate_question", "gate")
+            for seed in ("0", "1", "2")
+        },
+        [
+            Cell("KL", ".3f", "kl_divergence"),
+            Cell("perplexity over dense", ".3f", *RATIO),
+            Cell("same top token (%)", ".1%", "same_top"),
+            Cell("perplexity over XAttention's (%)", ".1%", "over_best", "over_best_low", "over_best_high"),
+        ],
+        task="perplexity",
+    ),
     **{
         f"comparison-smollm2-{task}": comparison("smollm2", task)
         for task in dict.fromkeys(row["task"] for row in COMPARED if row["model"] == "smollm2")
@@ -319,10 +366,6 @@ TABLES = {
     ),
 }
 
-CLASSIFIER = {"method": "classifier, calibrated", "setting": "5 % of far keys", "length": "4096", **SMOLLM2}
-CLUSTERS = {"method": "key clusters", "setting": "6 probes", "length": "4096", **SMOLLM2}
-PERPLEXITY = {"model": "smollm2", "task": "perplexity", "setting": "sparsity 0.8", "length": "8192"}
-ANSWERS = {"setting": "sparsity 0.8", "length": "8192", **SMOLLM2}
 GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
 TURN = {"situation": "8192 new after 122880", "length": "131072"}
 
@@ -333,14 +376,6 @@ NUMBERS = {
     "turn-dense-seconds": ("speed", Cell("", ".3f", "score", method="dense, flash", **TURN)),
     "generate": ("decode", Cell("", ".2f", "times_same cache and graphs", **GRAPHS)),
     "generate-batch": ("decode", Cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes")),
-    "gate-perplexity": ("comparison", Cell("", ".3f", "ratio_to_dense", method="gate", **PERPLEXITY)),
-    "pooling-perplexity": ("comparison", Cell("", ".3f", "ratio_to_dense", method="mean_pool", **PERPLEXITY)),
-    "dense-answers": ("comparison", Cell("", ".1%", "score", method="dense", length="8192", **SMOLLM2)),
-    "gate-answers": ("comparison", Cell("", ".1%", "score", method="gate", **ANSWERS)),
-    "question-answers": ("comparison", Cell("", ".1%", "score", method="gate_question", **ANSWERS)),
-    "minference-answers": ("comparison", Cell("", ".1%", "score", method="minference", **ANSWERS)),
-    "classifier-answers": ("public", Cell("", ".1%", "score", **CLASSIFIER)),
-    "clusters-answers": ("public", Cell("", ".1%", "score", **CLUSTERS)),
 }
 
 
