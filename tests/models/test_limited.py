@@ -1,6 +1,9 @@
 """Calls in a copy of the process, which ends with it."""
 
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -31,3 +34,20 @@ def test_answers_and_errors_come_back() -> None:
     assert limited(lambda: [1, 2], "model") == [1, 2]
     with pytest.raises(UserError, match=r"model \(invalid literal.*\)"):
         limited(lambda: int("x"), "model")
+
+
+MANY_THREADS = """
+from msattn import EMBEDDED as MODEL
+from msattn.trainer.models.limited import limited
+from tokenizers import Tokenizer
+
+tokenizer = Tokenizer.from_file(f"{MODEL}/tokenizer.json")
+print(limited(lambda: len(tokenizer.encode_batch(["text"] * 50)), "model"))
+"""
+
+
+def test_a_tokenizer_of_many_threads_fits_the_limit() -> None:
+    """Each thread reserves memory, so that on machines with many cores the limit was exceeded."""
+    environment = os.environ | {"RAYON_NUM_THREADS": "2000", "TOKENIZERS_PARALLELISM": "true"}
+    done = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.strip() == "50", done.stderr

@@ -55,6 +55,7 @@ def limited(call: Callable[[], Result], where: str) -> Result:
 def _answer(call: Callable[[], Any], sender: Connection) -> None:
     """Sends the result of ``call``, or the reason why there is none."""
     faulthandler.disable()
+    os.environ["RAYON_NUM_THREADS"] = "1"  # on many cores the threads of a tokenizer reserve more memory than the limit
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries written in Rust print a backtrace
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     memory = psutil.Process().memory_info().vms + BYTES
