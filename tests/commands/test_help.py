@@ -64,6 +64,8 @@ def test_a_command_lists_the_selections_that_it_can_use(msattn: Run) -> None:
     for command, refused in (("generate", "scores=a_shape"), ("serve", "policy=multiscale"), ("finetune", "scores=quest")):
         with pytest.raises(UserError, match=f"^select.{refused}: "):
             compose(command, [f"select={refused.partition('=')[2]}", "artifacts.gate=embedded"])
+    for command, scores in (("generate", "gate_question"), ("finetune", "gate"), ("eval", "gate_question")):
+        assert {compose(command, [f"select={each}"]).select.scores for each in ("topk", "multiscale")} == {scores}
     shown = " ".join(msattn("help", "select")[1].split())
     assert "by default calibrated in msattn eval" in shown
     assert "MoA). Not in generate, serve, finetune." in shown

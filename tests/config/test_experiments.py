@@ -74,6 +74,7 @@ def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
     assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
     config, _ = config_and_tokenizer(cfg.model)
     assert max_length(config) == max(LENGTHS)
+    assert (cfg.select.policy, cfg.select.scores, cfg.select.last_block) == ("topk", "gate", "pooled"), "as in the paper"
 
 
 @pytest.mark.slow

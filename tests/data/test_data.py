@@ -7,13 +7,14 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from msattn.trainer.config import DataConfig
-from msattn.trainer.data.chunking import chunks, encode
+from msattn.trainer.data.chunking import Chunks, chunks, encode
 from msattn.trainer.data.sources import Document, documents, is_held_out
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
@@ -166,6 +167,20 @@ def test_if_there_are_too_few_chunks_all_are_used_with_a_message(
     assert len(chunks(cfg, tokenizer, seed=0, num_chunks=999)) == len(whole)
     message = f"hold {len(whole)} chunks of 16 tokens, fewer than the 999 asked for\n"
     assert capsys.readouterr().err == f"msattn: the documents of data.path={tmp_path / 'a.txt'} {message}"
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(9, 0), (10, 1), (39, 3), (200, 8)])
+def test_calibration_leaves_at_most_a_tenth_to_itself(count: int, left_out: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    every = Chunks(np.arange(2 * count).reshape(count, 2), tokenizer)
+    train, last = every.split_off(8)
+    if not left_out:
+        assert train is last is every, "of so few chunks, both have all"
+        return
+    assert (len(train), len(last)) == (count - left_out, left_out)
+    assert [part[i]["input_ids"].tolist() for part in (train, last) for i in range(len(part))] == [
+        every[i]["input_ids"].tolist() for i in range(count)
+    ]
+    assert len({train.fingerprint, last.fingerprint, every.fingerprint}) == 3
 
 
 def test_num_bytes_counts_the_text_after_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
