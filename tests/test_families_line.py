@@ -59,7 +59,7 @@ def test_training_evaluation_and_attach(family: str, model: Any) -> None:
     assert gate.layer_numbers == qmodel.layers == served
     ids = random_tokens(1, 120)
     options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    few = {"sink_blocks": 0, "local_blocks": 0}  # of 8 blocks, which calibrated selections read whole
+    few = {"sink_blocks": 0, "local_blocks": 0}  # of 8 blocks
     with msattn.attach(model, gate=gate, qmodel=qmodel, select=few, dense_below=0, recent=8) as sparse, torch.no_grad():
         model.generate(ids, **options)
         assert sparse.stats()["sparsity"] > 0.3
