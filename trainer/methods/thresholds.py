@@ -235,8 +235,8 @@ def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[
 def shortest_row(sparsity: float, always: AlwaysRead) -> float:
     """Returns the number of visible blocks up to which a row reads nothing but the blocks that are always read.
 
-    In rows of up to ``least / share`` blocks they are more than the row's share. The next rows, half as many, make up for most of
-    that, so that prompts of 2048 tokens read what is asked for, too.
+    In rows of up to ``least / share`` blocks they are more than the row's share. The next rows, half as many, make up for most
+    of that, so that prompts of 2048 tokens read what is asked for, too.
     """
     least = 1 + always.sink_blocks + always.local_blocks
     return least + MADE_UP_FOR * (least / (1 - sparsity) - least)
