@@ -181,6 +181,7 @@ def parts_of(
     overrides: Sequence[str],
     policies: Sequence[str] = POLICIES,
     tasks: Sequence[str] = TASKS,
+    gate_scores: Sequence[str] = tuple(GATE_SCORES),
     **fields: Any,
 ) -> tuple[list[Part], list[Part]]:
     """Returns the parts of dense attention and the parts of the methods."""
@@ -192,7 +193,7 @@ def parts_of(
 
     dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in asked for length in lengths]
     methods: list[tuple[str, str, Path | None]] = [
-        (f"{scores}-{path.resolve().parent.name}", scores, path) for path in gates for scores in GATE_SCORES
+        (f"{scores}-{path.resolve().parent.name}", scores, path) for path in gates for scores in gate_scores
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     parser.add_argument("--lengths", nargs="+", type=int, required=True, help="lengths of chunks and prompts, in tokens")
     parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
+    parser.add_argument("--scores", nargs="+", choices=GATE_SCORES, default=[*GATE_SCORES], help="scores by the gates")
     parser.add_argument("--seeds", action="store_true", help="the gates differ only in their training seed")
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
@@ -281,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = args.out / run
     folder.mkdir(parents=True, exist_ok=True)
     policies = POLICIES[:1] if args.shares else args.policies
-    fields = {"seeds": args.seeds, "shares": tuple(args.shares)}
+    fields = {"gate_scores": args.scores, "seeds": args.seeds, "shares": tuple(args.shares)}
     dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, policies, args.tasks, **fields)
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
