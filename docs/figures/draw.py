@@ -66,6 +66,27 @@ def draw_decode(axes: Axes, theme: Theme) -> None:
     axes.set_ylim(0, None)
 
 
+def draw_loss(axes: Axes, theme: Theme) -> None:
+    """KL divergence from dense predictions against the share of the keys that is read, by rows x keys of a block."""
+    rows = [row for row in rows_of("blocks") if (row["task"], row["length"]) == ("perplexity", "32768")]
+    for method, blocks, text, color, style, width, shift in (
+        ("xattention", "64 x 64", "XAttention, 64 x 64", theme.peer, ":", 1.5, 5),
+        ("mean_pool", "64 x 16", "mean pooling, 64 x 16", theme.peer, "--", 1.5, -4),
+        ("gate_question", "64 x 64", "gate and question, 64 x 64", theme.ours, "-", 1.2, 4),
+        ("gate_question", "64 x 16", "gate and question, 64 x 16", theme.ours, "-", 2.2, -4),
+    ):
+        chosen = [row for row in rows if (row["method"], row["blocks"]) == (method, blocks)]
+        points = sorted((100 * float(row["selectivity"]), float(row["kl_divergence"])) for row in chosen)
+        axes.plot(*zip(*points, strict=True), style, color=color, linewidth=width, marker="o", markersize=3)
+        axes.annotate(text, points[-1], (6, shift), textcoords="offset points", color=color, fontsize=8, va="center")
+    axes.set(title="Distance from dense predictions", xlabel="keys read (%)", ylabel="KL (nats per token)", yscale="log")
+    axes.set_xlim(0, 45)
+    axes.set_xticks((5, 10, 20, 30))
+    losses = (0.01, 0.03, 0.1, 0.3)
+    axes.set_yticks(losses, [*map(str, losses)])
+    axes.minorticks_off()
+
+
 def by_length(
     axes: Axes, rows: Rows, text: str, color: str, style: str = "-", width: float = 1.5, shift: float = 0, **where: str
 ) -> list[float]:
@@ -106,7 +127,7 @@ def figure(draw: Callable[[Axes, Theme], None], theme: Theme) -> Figure:
 
 def main() -> None:
     """Writes ``<name>-<theme>.svg`` for every figure and theme, and the tables of the documents."""
-    for name, draw in (("prefill", draw_prefill), ("decode", draw_decode)):
+    for name, draw in (("loss", draw_loss), ("prefill", draw_prefill), ("decode", draw_decode)):
         for label, theme in THEMES.items():
             with styled(theme):
                 drawn = figure(draw, theme)

@@ -141,7 +141,31 @@ def at_equal_reading(share: str, sparsity: str) -> Table:
     return Table("qwen", f"blocks chosen by, {share} % of the keys read", lines, columns)
 
 
+def at_share(task: str, length: str, head: str, form: str, *numbers: str, shares: tuple[str, ...] = ("20", "10")) -> list[Cell]:
+    """Returns a column for each share of the keys that is read; the first names the task."""
+    where = {"task": task, "length": length}
+    heads = (f"{x} %" if place else f"{head}, {x} % read" for place, x in enumerate(shares))
+    return [Cell(text, form, *numbers, setting=f"{x} % of keys", **where) for text, x in zip(heads, shares, strict=True)]
+
+
 TABLES = {
+    "qwen-blocks": Table(
+        "blocks",
+        "blocks, queries x keys|chosen by",
+        {
+            f"{blocks}|{title}": {"blocks": blocks, "method": method}
+            for blocks in ("64 x 16", "64 x 64")
+            for method, title in COMPARED_TITLES.items()
+            if any((row["blocks"], row["method"]) == (blocks, method) for row in rows("blocks"))
+        },
+        [
+            *at_share("perplexity", "32768", "KL, 32,768 tokens", ".3f", "kl_divergence", shares=("30", "20", "10")),
+            *at_share("perplexity", "32768", "perplexity over dense", ".3f", "ratio_to_dense"),
+            *at_share("perplexity", "8192", "KL, 8,192 tokens", ".3f", "kl_divergence"),
+            *at_share("ruler", "8192", "RULER, 8,192 tokens (%)", ".1%", "score"),
+            *at_share("leval", "8192", "likelihood of L-Eval's answers over dense", ".3f", "ratio_to_dense"),
+        ],
+    ),
     "qwen-20": at_equal_reading("20", "0.8"),
     "qwen-10": at_equal_reading("10", "0.9"),
     "qwen-seeds": Table(
