@@ -38,16 +38,17 @@ class Loaded:
     fingerprint: dict[str, Any]
 
 
-def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
+def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0, dense: bool = False) -> Loaded:
     """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
     Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError if ``model.path``
-    cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or its memory is too small.
+    cannot be loaded, the architecture is not supported (``dense``: as in :func:`check_supported`), weights are missing, there is
+    no GPU or its memory is too small.
     """
     with activity(f"loading the model {cfg.name}"):
         target, files = resolve_device(device), _files(cfg)
         torch_dtype, random = resolve_dtype(dtype, target), cfg.init == "random"
-        config, tokenizer = config_and_tokenizer(cfg, files)
+        config, tokenizer = config_and_tokenizer(cfg, files, dense=dense)
         try:
             if random:
                 model = _random(config, target, torch_dtype, seed)
@@ -70,14 +71,14 @@ def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
 
 
 def config_and_tokenizer(
-    cfg: ModelConfig, files: ModelFiles | None = None
+    cfg: ModelConfig, files: ModelFiles | None = None, *, dense: bool = False
 ) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
     """Returns the configuration of a supported model and its tokenizer, without reading weights."""
     files = files or _files(cfg)
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
         scale_rope(config, cfg.rope_scaling)
-    check_supported(config)
+    check_supported(config, dense=dense)
     tokenizer = _tokenizer(cfg, files)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > text_config(config).vocab_size:
