@@ -42,8 +42,8 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
     """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
     Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError if ``model.path``
-    cannot be loaded, the architecture is not supported (``dense``: as in :func:`check_supported`), weights are missing, there is
-    no GPU or its memory is too small.
+    cannot be loaded, the architecture is not supported (``dense``: as in :func:`check_supported`), weights are missing, there
+    is no GPU or its memory is too small.
     """
     with activity(f"loading the model {cfg.name}"):
         target, files = resolve_device(device), _files(cfg)
