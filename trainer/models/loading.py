@@ -79,7 +79,7 @@ def config_and_tokenizer(
     if cfg.rope_scaling is not None:
         scale_rope(config, cfg.rope_scaling)
     check_supported(config, dense=dense)
-    tokenizer = _tokenizer(cfg, files)
+    tokenizer = _tokenizer(cfg, files, config)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > text_config(config).vocab_size:
         raise UserError(f"vocab_size={text_config(config).vocab_size}: the tokenizer has {tokens} tokens")
@@ -201,11 +201,14 @@ def _pretrained(
     return model
 
 
-def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase":
-    """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
+def _tokenizer(cfg: ModelConfig, files: ModelFiles, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files.
+
+    Random weights may have another architecture than the files.
+    """
     from transformers import PreTrainedTokenizerFast
 
     absent = cfg.init == "random" and files.gguf is None and (files.folder is None or files.locate(VOCABULARY) is None)
     if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    return load_tokenizer(files, cfg.trust_remote_code)
+    return load_tokenizer(files, None if cfg.init == "random" else config, cfg.trust_remote_code)
