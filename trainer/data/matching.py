@@ -40,11 +40,9 @@ def normalized(text: str) -> str:
 
 
 def _plain(char: str) -> str:
-    if unicodedata.category(char) == "Cf":
-        return ""
-    return (
-        char if char.isascii() or unicodedata.decomposition(char).startswith(NOT_PLAIN) else unicodedata.normalize("NFKC", char)
-    )
+    if char.isascii() or unicodedata.decomposition(char).startswith(NOT_PLAIN):
+        return char
+    return "" if unicodedata.category(char) == "Cf" else unicodedata.normalize("NFKC", char)
 
 
 def _ends_word(beside: str, edge: str) -> bool:
