@@ -146,8 +146,11 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
     """Returns the tokens of documents, int32 [n], each with an end-of-text token.
 
     With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so chunks that begin inside a
-    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
+    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress. Raises UserError if
+    neither the tokenizer nor the model that it was loaded with has an end-of-text token.
     """
+    if tokenizer.eos_token_id is None:
+        raise UserError("data: no end-of-text token to put between documents; set eos_token_id in the model's config.json")
     pieces: list[np.ndarray] = []
     texts = batched((document.text for document in source), len, most=_BATCH_SIZE, size=_BATCH_CHARACTERS)
     first = [tokenizer.bos_token_id] if bos else []

@@ -28,6 +28,7 @@ LEFT_OUT = {  # each architecture's metadata that transformers ignores
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+ENDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))  # of a text, a turn, a message
 GEMMA2_27B = 46  # layers: its scores are divided by the root of hidden size over heads, which files do not state
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of RoPE's frequencies: all that a file says of Llama 3.1's RoPE
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -66,6 +67,7 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
         document, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
         document["model_type"] = ARCHITECTURES[architecture]
         document |= {name: own[key] for key, name in LEFT_OUT.items() if key in own}
+        document["eos_token_id"] = [metadata[key] for key in ENDS if key in metadata] or None
         for name in STATED:
             if name not in document:
                 raise ValueError(f"it does not state {name}")

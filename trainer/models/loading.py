@@ -14,7 +14,9 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.models.architecture import build_config, generation_config, pretrained_config
 from msattn.trainer.models.checkpoint import check_loaded, checked_weights
+from msattn.trainer.models.chat import answer_end
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
+from msattn.trainer.models.ends import unite_end_tokens
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.rope import scale_rope
@@ -49,6 +51,7 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
         target, files = resolve_device(device), _files(cfg)
         torch_dtype, random = resolve_dtype(dtype, target), cfg.init == "random"
         config, tokenizer = config_and_tokenizer(cfg, files, dense=dense)
+        of_template = answer_end(tokenizer)
         try:
             if random:
                 model = _random(config, target, torch_dtype, seed)
@@ -57,6 +60,7 @@ def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: i
         except torch.OutOfMemoryError as error:
             raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
         model.eval().requires_grad_(False)
+        unite_end_tokens(model, tokenizer, of_template)
         revision = None if random else cfg.revision
         return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
 
