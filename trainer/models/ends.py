@@ -1,7 +1,7 @@
 """The tokens that end a text: one set for each loaded model, whatever file names them.
 
-Fine-tuned and converted checkpoints often name one in ``config.json``, another one in the tokenizer, and end the answers of their
-chat template with a third.
+Fine-tuned and converted checkpoints often name one in ``config.json`` and another one in the tokenizer, and their chat template
+ends answers with a third.
 """
 
 from collections.abc import Iterable

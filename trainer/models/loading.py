@@ -13,8 +13,8 @@ from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
 from msattn.trainer.models.architecture import build_config, generation_config, pretrained_config
-from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.chat import answer_end
+from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.ends import unite_end_tokens
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
