@@ -85,5 +85,5 @@ def test_text_for_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     text.write_text("t1 t2 t3 " * 50)
     data = DataConfig("text", path=str(text), heldout_path=str(text), seq_len=10)
     assert len(chunks(data, saved(tmp_path / "ends", config=5).tokenizer, seed=0)) == 15
-    with pytest.raises(UserError, match=r"^data: no end-of-text token to put between documents; set eos_token_id in"):
+    with pytest.raises(UserError, match=r"^data: the model has no end-of-text token; set eos_token_id in its config.json$"):
         chunks(data, saved(tmp_path / "endless").tokenizer, seed=0)
