@@ -24,6 +24,7 @@ from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import Terminated, UserError
 from msattn.trainer.models.chat import encode_conversation
+from tests.ending import ENDING_WITH, saved
 from tests.factory import embedded_tokenizer
 from tests.running import exit_code
 
@@ -97,6 +98,18 @@ def test_the_second_turn_computes_only_its_tokens(chat: Callable[..., tuple], ov
     # With a router, a few tokens after cached ones are decoded, each over its own buckets.
     assert ["sparsity 0" in line for line in statistics] == [True, overrides is DENSE]
     assert all(("selectivity 1" in line) == (overrides is ROUTED) for line in statistics)
+
+
+def test_an_answer_ends_at_the_token_of_the_template(chat: Callable[..., tuple], here: Path) -> None:
+    """``config.json`` and the tokenizer name others; the token is not marked as special, and not printed."""
+    arguments = ["--model", str(here / "small"), "dtype=float32", "device=cpu", "select=quest", "select.sparsity=0"]
+    saved(here / "small", template=ENDING_WITH % "t1")
+    whole = chat("t3 t5", *arguments)[1][0].split()
+    assert len(whole) == 8
+    end = next(word for place, word in enumerate(whole) if place and word not in whole[:place])
+    saved(here / "small", template=ENDING_WITH % end, added=end, config=127, eos="t126")
+    answer = chat("t3 t5", *arguments)[1][0]
+    assert answer.split() == whole[: whole.index(end)]
 
 
 def test_commands(chat: Callable[..., tuple]) -> None:

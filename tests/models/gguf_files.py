@@ -45,7 +45,7 @@ def gguf_model(family: str = "llama", **overrides: Any) -> Any:
 
 
 def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Path:
-    """Writes ``model`` with a byte-level tokenizer; ``metadata`` are further keys, with ``__`` for a dot.
+    """Writes ``model`` with a byte-level tokenizer; ``metadata`` are further keys, with ``__`` for a dot; None removes one.
 
     Parameters
     ----------
@@ -61,6 +61,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -77,9 +78,10 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     _add_tokenizer(writer)
     for key, value in metadata.items():
-        add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[type(value)]
         writer.kv_data[0].pop(key.replace("__", "."), None)
-        add(key.replace("__", "."), value)
+        if value is not None:
+            add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[type(value)]
+            add(key.replace("__", "."), value)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

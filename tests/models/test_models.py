@@ -1,5 +1,6 @@
 """Tests of model loading, refused architectures and their messages, fingerprints, devices and dtypes."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,31 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: expected a multiple of num_key_value_heads=3"),
         ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_num_key_heads=None: layers of type linear"),
         ("llama", {"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
+        (
+            "qwen3",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5: model_type=qwen3 rotates all channels; expected 1",
+        ),
         ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: expected a multiple of 8"),
     ],
 )
 def test_unsupported_architectures_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_supported(tiny_config(family, **overrides))
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_cache", "tie_word_embeddings"])
+def test_null_flags_are_false_for_model_and_tokenizer(folder: Path, key: str) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {key: None}))
+    assert load(pretrained(folder), device="cpu").tokenizer.vocab_size == 128
+
+
+def test_a_message_about_several_keys_does_not_print_the_file(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"pad_token_id": 4096}))
+    with pytest.raises(UserError, match=r"config\.json: pad_token_id=4096 is not below vocab_size=128$"):
+        load(pretrained(folder), device="cpu")
 
 
 def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,6 +1,6 @@
 """Shared parts of the commands that answer prompts (generate, chat, serve): loading, tracking, greedy answers, their times."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +16,7 @@ from msattn.trainer.config import AnswerConfig
 from msattn.trainer.config.select import ROUTERS
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.loading import ROUTER_KINDS, load_router
@@ -127,19 +128,19 @@ def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -
 
 
 class Clock(TokenClock):
-    """Records the new tokens and their times, and passes them on to another streamer."""
+    """Records the new tokens and their times, and passes them on to another streamer, except for those in ``hidden``."""
 
-    def __init__(self, streamer: BaseStreamer | None = None) -> None:
+    def __init__(self, streamer: BaseStreamer | None = None, hidden: Sequence[int] = ()) -> None:
         super().__init__()
         self.tokens: list[int] = []
-        self._streamer = streamer
+        self._streamer, self._hidden = streamer, hidden
 
     def put(self, value: Tensor) -> None:
         """Records a new token; the first call is for the prompt."""
-        if self.times:
-            self.tokens += value.flatten().tolist()
+        new = value.flatten().tolist() if self.times else []
+        self.tokens += new
         super().put(value)
-        if self._streamer is not None:
+        if self._streamer is not None and not (new and new[0] in self._hidden):
             self._streamer.put(value)
 
     def end(self) -> None:
@@ -168,7 +169,7 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=clock,
-            pad_token_id=loaded.tokenizer.eos_token_id,
+            pad_token_id=next(iter(end_tokens(model)), None),
             **options,
         )
 

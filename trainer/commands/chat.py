@@ -30,6 +30,7 @@ from msattn.trainer.commands.answers import (
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models.chat import Messages, around_prompt, common_prefix, encode_conversation
+from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.progress import report
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.cache.install import can_crop
@@ -109,10 +110,11 @@ class Conversation:
             ids = encode_conversation(tokenizer, messages, self.cfg.chat).to(self.loaded.model.device)
             check_fits(self.loaded.model, ids.shape[1], self.cfg.max_new_tokens, "conversation")
             known = self._keep_prefix(ids[0].tolist())
-            clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+            ends = end_tokens(self.loaded.model)  # not every tokenizer marks these as special
+            clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), hidden=ends)
             with attach(self.loaded.model, **self.options) as sparse:
                 self._generate(ids, clock, stop)
-            text = tokenizer.decode(clock.tokens, skip_special_tokens=True)
+            text = tokenizer.decode([each for each in clock.tokens if each not in ends], skip_special_tokens=True)
             if clock.tokens:  # otherwise the message was not read
                 self.messages = [*messages, {"role": "assistant", "content": text}]
             return Turn(text, clock, sparse.stats(), ids.shape[1] - known, len(self.cached), stop.interrupted)

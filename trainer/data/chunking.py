@@ -146,8 +146,10 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
     """Returns the tokens of documents, int32 [n], each with an end-of-text token.
 
     With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so chunks that begin inside a
-    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress.
+    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress. Raises UserError like
+    :func:`end_of_text`.
     """
+    end = end_of_text(tokenizer, "data")
     pieces: list[np.ndarray] = []
     texts = batched((document.text for document in source), len, most=_BATCH_SIZE, size=_BATCH_CHARACTERS)
     first = [tokenizer.bos_token_id] if bos else []
@@ -156,12 +158,19 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
         task = progress.add_task("tokens of text", total=at_least)
         for batch in texts:
             encoded = encode_texts(tokenizer, batch)
-            pieces += [np.asarray([*first, *ids, tokenizer.eos_token_id], np.int32) for ids in encoded]
+            pieces += [np.asarray([*first, *ids, end], np.int32) for ids in encoded]
             total += sum(len(first) + len(ids) + 1 for ids in encoded)
             progress.update(task, completed=total)
             if at_least is not None and total >= at_least:
                 break
     return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+
+def end_of_text(tokenizer: Any, where: str) -> int:
+    """Returns the token that ends a text; raises UserError if neither the tokenizer nor its model's files name one."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{where}: the model has no end-of-text token; set eos_token_id in its config.json")
+    return tokenizer.eos_token_id
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:

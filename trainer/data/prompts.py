@@ -1,11 +1,11 @@
 """The user's own prompts and their expected answers, from a jsonl file."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from msattn.trainer.config.text_files import is_unicode, parse_json, read_text
 from msattn.trainer.config.values import shown
+from msattn.trainer.data.matching import contains_answer, normalized
 from msattn.trainer.errors import UserError
 
 FORMAT = 'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": ...}], "answer": ...}'
@@ -24,8 +24,8 @@ class Prompt:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def is_answered_by(self, text: str) -> bool:
-        """Returns True if ``text`` contains the expected answer as whole words; case and white space are ignored."""
-        return re.search(rf"(?<!\w){re.escape(_normal(self.answer))}(?!\w)", _normal(text)) is not None
+        """Returns True if ``text`` contains the expected answer, like :func:`contains_answer`."""
+        return contains_answer(text, self.answer)
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
@@ -45,7 +45,8 @@ def _parse(line: str, where: str) -> Prompt:
     entry = entry if isinstance(entry, dict) else {}
     kinds = {"prompt": _is_text, "messages": _are_messages}
     given = [key for key in kinds if key in entry]
-    if len(given) != 1 or not kinds[given[0]](entry[given[0]]) or not _is_text(entry.get("answer")):
+    is_answer = _is_text(entry.get("answer")) and normalized(entry["answer"])
+    if len(given) != 1 or not kinds[given[0]](entry[given[0]]) or not is_answer:
         raise UserError(f"{where}: {FORMAT}")
     return Prompt(entry[given[0]], entry["answer"])
 
@@ -60,7 +61,3 @@ def _are_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
-
-
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())

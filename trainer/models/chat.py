@@ -54,6 +54,23 @@ def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tu
     return first, last
 
 
+def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Returns the token that the chat template writes after an answer; none without one that is no ordinary text."""
+    if tokenizer.chat_template is None:
+        return []
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+
+    def after_answer() -> list[int]:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        tokens = tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids if MARK in text else []
+        return [token for token in tokens[:1] if token in tokenizer.added_tokens_decoder]
+
+    try:
+        return limited(after_answer, "chat template")
+    except UserError:  # of a template that takes no answers; for other messages it is refused where they are
+        return []
+
+
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Returns the number of first tokens that are equal."""
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))

@@ -28,6 +28,7 @@ LEFT_OUT = {  # each architecture's metadata that transformers ignores
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+ENDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))  # of a text, a turn, a message
 GEMMA2_27B = 46  # layers: its scores are divided by the root of hidden size over heads, which files do not state
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of RoPE's frequencies: all that a file says of Llama 3.1's RoPE
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -66,9 +67,13 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
         document, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
         document["model_type"] = ARCHITECTURES[architecture]
         document |= {name: own[key] for key, name in LEFT_OUT.items() if key in own}
+        document["eos_token_id"] = [metadata[key] for key in ENDS if key in metadata] or None
         for name in STATED:
             if name not in document:
                 raise ValueError(f"it does not state {name}")
+        size = document.get("head_dim") or document["hidden_size"] // document["num_attention_heads"]
+        if (rotated := own.get("rope.dimension_count", size)) != size:
+            raise UserError(f"{where}: {architecture}.rope.dimension_count={rotated}: expected {size}, the channels of a head")
         if architecture.startswith("gemma"):
             large = (architecture, document["num_hidden_layers"]) == ("gemma2", GEMMA2_27B)
             heads = document["num_attention_heads"]
@@ -121,6 +126,8 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
     scaling = metadata.get(f"{architecture}.rope.scaling.type", of_old_files)
     if scaling not in ("none", "linear"):
         return f"{architecture}.rope.scaling.type={scaling!s:.40}: expected none or linear in GGUF files"
+    if not metadata.get(f"{architecture}.attention.causal", True):
+        return f"{architecture}.attention.causal=false: expected true"
     kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind not in ("gpt2", "llama"):
         return f"tokenizer.ggml.model={kind!s:.40}: expected gpt2 or llama"

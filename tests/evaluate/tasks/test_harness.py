@@ -19,7 +19,9 @@ from msattn.trainer.config import EvalRunConfig, HarnessConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.harness import main_metric
+from msattn.trainer.evaluate.tasks.harness_tasks import load_samples
 from msattn.trainer.models.loading import Loaded
+from tests.ending import saved
 from tests.evaluate.harness_tasks import GENERATED, log_likelihood, write_task
 from tests.evaluate.runs import config
 
@@ -279,6 +281,11 @@ def test_chat_templates(folder: Path, loaded: Loaded, monkeypatch: pytest.Monkey
     monkeypatch.setattr(HFLM, "tok_batch_encode", recorded)
     evaluate(replace(cfg, model=ModelConfig(name="instruct", path=str(model))))
     assert prompts == [f"<user>{TEXT}<reply>"] * 2
+
+
+def test_a_model_without_an_end_token_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^eval\.harness: the model has no end-of-text token; set eos_token_id in its config"):
+        load_samples(settings(folder, "words"), saved(tmp_path))
 
 
 def test_mistakes_without_lm_eval(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

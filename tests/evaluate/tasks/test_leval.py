@@ -97,6 +97,8 @@ def test_documents_lose_their_middle() -> None:
         (("AC", "exam", "ABC"), "A", 0),
         (("The role of art", "exam", ""), "It was the role of Art in life.", 1),
         (("The role of art", "exam", ""), "arts", 0),
+        (("5", "exam", ""), "-5", 0),
+        (("1000", "exam", ""), "$1,000.", 1),
         (("the old mill", "f1", ""), "a mill", 2 / 3),
         (("one two three four", "rouge", ""), "two one three", 4 / 7),
         (("one", "rouge", ""), "", 0),

@@ -52,7 +52,14 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     assert second.is_answered_by("It is\n  HERE. Yes")
     assert not second.is_answered_by("there")
     assert not second.is_answered_by("hereafter"), "only whole words"
-    halves: list[Any] = [{"prompt": "How?"}, {"answer": "x"}, {"prompt": "", "answer": "x"}, 3]
+    assert not Prompt("How?", "5").is_answered_by("-5")
+    halves: list[Any] = [
+        {"prompt": "How?"},
+        {"answer": "x"},
+        {"prompt": "", "answer": "x"},
+        {"prompt": "How?", "answer": "\u200b"},
+        3,
+    ]
     for entry in [*halves, *({"messages": messages, "answer": "x"} for messages in ([], [{}]))]:
         with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
             read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))

@@ -87,15 +87,23 @@ def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Runnin
 
 
 def test_the_text_ends_where_the_model_ends_it(embedded: Loaded, served: Running, client: OpenAI) -> None:
-    """The token that ends a text counts, and is no text."""
+    """The token that ends a text counts, and is no text, whether or not the tokenizer marks it as special."""
     tokens = encoded(embedded, PROMPT)
-    third = alone(embedded.model, tokens, 3)[2]
+    first, second, third = alone(embedded.model, tokens, 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(served.engine, "ends", {third})
-        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0)
+        patch.setattr(served.engine, "ends", [third])
+        answer, whole = (
+            client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0, logprobs=0, extra_body={"ignore_eos": ignored}
+            )
+            for ignored in (None, True)
+        )
+    assert answer.choices[0].text == embedded.tokenizer.decode([first, second])
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected(embedded, tokens), "length")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
+    assert [len(each.choices[0].logprobs.tokens) for each in (answer, whole)] == [2, NEW]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "top_p=0: input should be greater than 0"),
         ({"n": 17}, "n", "n=17: input should be less than or equal to 16"),
         ({"echo": True}, "echo", "echo=true"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "an answer ends where its response_f"),
         ({"seed": 1.5}, "seed", "seed=1.5: input should be a valid integer"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"top_k": 10**310}, "top_k", "less than 2147483648"),

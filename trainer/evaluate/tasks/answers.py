@@ -1,6 +1,7 @@
 """Generated answers to prompts, with dense attention and with each method."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from msattn.trainer.evaluate.intervals import paired_proportions
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference
 from msattn.trainer.evaluate.tasks.timing import cost
+from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import Sparse
 
@@ -35,7 +37,7 @@ class Answers(NamedTuple):
 class Question(NamedTuple):
     """A prompt ``ids [1, N]``, the largest number of answer tokens, and a function that says if an answer's text is complete.
 
-    Without ``complete`` an answer ends at EOS or at the largest number of tokens.
+    Without ``complete`` an answer ends at an end token or at the largest number of tokens.
     """
 
     ids: Tensor
@@ -79,27 +81,28 @@ def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Questio
 
 
 def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
-    """Returns the new tokens after each prompt, up to EOS or to the end of a complete answer; prompts are left-padded."""
+    """Returns the new tokens after each prompt, up to an end token or a complete answer; prompts are left-padded."""
     model: Any = loaded.model
-    padding = loaded.tokenizer.eos_token_id
+    ends = end_tokens(model)
+    padding = ends[0] if ends else 0
     longest = max(each.ids.shape[1] for each in batch)
     ids = torch.cat([pad(each.ids, (longest - each.ids.shape[1], 0), value=padding) for each in batch])
     mask = torch.cat([pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch])
     options: dict[str, Any] = {"max_new_tokens": batch[0].max_new_tokens, "do_sample": False, "pad_token_id": padding}
 
-    ends: dict[int, int] = {}  # ends of the complete answers; later tokens are padding
+    lengths: dict[int, int] = {}  # of the complete answers; later tokens are padding
 
     def complete(found: Tensor, scores: Any) -> Tensor:
         for row, (each, new) in enumerate(zip(batch, found[:, longest:], strict=True)):
-            if row not in ends and each.complete is not None and each.complete(_text(loaded, new)):
-                ends[row] = len(new)
-        return torch.tensor([row in ends for row in range(len(batch))], device=found.device)
+            if row not in lengths and each.complete is not None and each.complete(_text(loaded, new)):
+                lengths[row] = len(new)
+        return torch.tensor([row in lengths for row in range(len(batch))], device=found.device)
 
     if any(each.complete for each in batch):
         options["stopping_criteria"] = [complete]
     found: Tensor = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
-    rows = [row[: ends.get(number)] for number, row in enumerate(found[:, longest:].tolist())]
-    return [row[: row.index(padding)] if padding in row else row for row in rows]
+    rows = [row[: lengths.get(number)] for number, row in enumerate(found[:, longest:].tolist())]
+    return [[*takewhile(lambda token: token not in ends, row)] for row in rows]
 
 
 def _text(loaded: Loaded, tokens: Any) -> str:

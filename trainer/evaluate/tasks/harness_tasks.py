@@ -15,6 +15,7 @@ import numpy as np
 
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.config.values import nearest, shown
+from msattn.trainer.data.chunking import end_of_text
 from msattn.trainer.data.hub import PARQUET_BRANCH, load_failures
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.chat import around_prompt
@@ -49,13 +50,14 @@ def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
 
     Raises UserError if lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data
-    are not available or need their own code, it runs code written by the model, it needs images, or the tokenizer lacks a
-    requested chat template.
+    are not available or need their own code, it runs code written by the model, it needs images, or the tokenizer lacks an
+    end-of-text token or a requested chat template.
     """
     settings = cfg.eval.harness
     for length in settings.lengths:
         check_length(loaded.model.config, length, f"eval.harness.lengths={length}")
     around_prompt(loaded.tokenizer, cfg.chat)
+    end_of_text(loaded.tokenizer, "eval.harness")
     try:
         import lm_eval.tasks  # noqa: F401
     except ModuleNotFoundError as error:

@@ -32,6 +32,7 @@ from transformers import DynamicCache
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
 from msattn.trainer.data.chunking import encode_texts
+from msattn.trainer.data.matching import contains_answer
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, MethodSetting
 from msattn.trainer.evaluate.intervals import paired_means, stratified_interval, wilson
@@ -242,9 +243,9 @@ def score(question: LevalQuestion, text: str) -> float:
     if question.options:
         given = re.match(r"\W*([A-Z]+)\b", text)
         return float(given is not None and {*given[1]} == {*question.gold})
-    given, gold = words(text), words(question.gold)
     if question.metric == "exam":
-        return float(f" {' '.join(gold)} " in f" {' '.join(given)} ")
+        return float(contains_answer(text, question.gold))
+    given, gold = words(text), words(question.gold)
     common = longest_common(given, gold) if question.metric == "rouge" else sum((Counter(given) & Counter(gold)).values())
     return 2 * common / (len(given) + len(gold)) if common else 0.0
 

@@ -175,7 +175,9 @@ class Service:
                 yield number, None
             elif not stop.found:
                 tokens, logprobs = item
-                piece = Piece(stop.push(text.push(tokens)), [each for each in logprobs if each.token not in self._engine.ends])
+                ends = generation.sampling.ends
+                new = text.push([token for token in tokens if token not in ends])
+                piece = Piece(stop.push(new), [each for each in logprobs if each.token not in ends])
                 if any(piece):
                     yield number, piece
                 if stop.found:

@@ -128,6 +128,15 @@ class Body(Strict):
     frequency_penalty: Penalty | None = 0
     logit_bias: dict[Token, Bias] | None = None
     response_format: ResponseFormat | None = None
+    ignore_eos: bool | None = False
+
+    @field_validator("ignore_eos")
+    @classmethod
+    def _not_with_a_schema(cls, ignored: bool | None, info: ValidationInfo) -> bool | None:
+        form = info.data.get("response_format")
+        if ignored and form is not None and form.type != "text":
+            raise ValueError("an answer ends where its response_format does; leave one of the two out")
+        return ignored
 
     @field_validator("stream_options")
     @classmethod

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msattn.trainer.config import ServeConfig
 from msattn.trainer.errors import Fault, UserError, first_line
+from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.families import text_config
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.generate_batch import check_attached
@@ -73,7 +74,7 @@ class Generation:
         elif output.is_finished() and self.sampling.grammar is not None and self.sampling.grammar.failed:
             self.fail(NO_WAY_ON, "failed", running=False)
         elif output.is_finished():
-            self.end("stop" if self._engine.ends.intersection(self.tokens[-1:]) else "length", running=False)
+            self.end("stop" if {*self.tokens[-1:]} & {*self.sampling.ends} else "length", running=False)
 
     def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
         """Ends the request with an error."""
@@ -125,10 +126,8 @@ class Engine:
         model: Any = self.loaded.model
         # Errors of the manager's thread are reported once, by the server.
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        ends = model.config.get_text_config().eos_token_id if ends is None else ends
-        self.ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self.ends) or -1)
+        self.ends = end_tokens(model)
+        generation = GenerationConfig(do_sample=False, eos_token_id=self.ends or -1)
         config = paged_cache_config(model, self._cfg.server, self.sparse)
         with _served(model, self.sparse):
             return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
@@ -220,6 +219,7 @@ class Engine:
         return [
             Sampling(
                 f"{seed} {number}",
+                ends=[] if body.ignore_eos else self.ends,
                 temperature=self._temperature if body.temperature is None else body.temperature,
                 top_p=self._top_p if body.top_p is None else body.top_p,
                 top_k=max(body.top_k or 0, 0),
@@ -245,7 +245,7 @@ class Engine:
             request_id=generation.name,
             max_new_tokens=max_tokens,
             streaming=True,
-            eos_token_id=sorted(self.ends) or -1,
+            eos_token_id=sampling.ends or -1,
             sampling=sampling,
         )
         if added is None:  # the thread has ended since the check

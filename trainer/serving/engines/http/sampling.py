@@ -28,6 +28,7 @@ class Sampling:
     """The parameters of one answer, and its state: random numbers, tokens so far, grammar."""
 
     seed: str
+    ends: Sequence[int] = ()  # tokens that end the answer
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all

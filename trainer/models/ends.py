@@ -1,0 +1,37 @@
+"""The tokens that end a text: one set for each loaded model, whatever file names them.
+
+Fine-tuned and converted checkpoints often name one in ``config.json`` and another one in the tokenizer, and their chat template
+ends answers with a third.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from msattn.trainer.models.families import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def end_tokens(model: "PreTrainedModel") -> list[int]:
+    """Returns the tokens after which a model stops: those of its generation configuration, ascending."""
+    return sorted(_listed(getattr(model.generation_config, "eos_token_id", None)))
+
+
+def unite_end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", of_template: Iterable[int]) -> None:
+    """Lets a model stop at the end tokens of its configurations, its tokenizer and its chat template (``of_template``).
+
+    A tokenizer without one gets the first of these.
+    """
+    config: PreTrainedConfig = text_config(model.config)
+    generation: Any = model.generation_config
+    named = (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id, *of_template)
+    found = [token for each in named for token in _listed(each) if 0 <= token < config.vocab_size]  # -1 in old files: none
+    ends = sorted({*found})
+    generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    if tokenizer.eos_token is None:
+        tokenizer.eos_token = next(filter(None, map(tokenizer.convert_ids_to_tokens, found)), None)
+
+
+def _listed(tokens: Any) -> list[int]:
+    return [] if tokens is None else [*tokens] if isinstance(tokens, list) else [tokens]
