@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gguf.gguf_reader import GGUFReader
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import msattn
+from msattn.trainer.commands.doctor_model import doctor_model
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import fingerprint, load
+from msattn.trainer.models.gguf import gguf_config, gguf_header
 from tests.factory import random_tokens, tiny_architecture
 from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf
 from tests.running import exit_code, succeed
@@ -152,6 +155,24 @@ def test_damaged_files_are_refused(file: Path) -> None:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with suppress(UserError):
             load_gguf(file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_configuration_is_read_from_the_header_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's package reads a vocabulary in Python, which took ``msattn doctor`` half a minute."""
+    family, overrides = MODELS[name]
+    file = write_gguf(tmp_path / "small.gguf", gguf_model(family, **overrides), "Q5_0")
+    expected, _ = PreTrainedConfig.get_config_dict(tmp_path, gguf_file=file.name)
+    with monkeypatch.context() as patched:
+        patched.delattr("gguf.gguf_reader.GGUFReader.__init__")
+        found = gguf_config(file, "file")
+        assert dict(doctor_model(str(file)))["context"] == "256 tokens"
+    equal = {key: value for key, value in expected.items() if key in found and key != "model_type"}
+    assert found | equal == found
+    assert len(equal) >= 11
+    begin, end = gguf_header(file, "file").places["blk.0.attn_q.weight"]
+    (tensor,) = (tensor for tensor in GGUFReader(file).tensors if tensor.name == "blk.0.attn_q.weight")
+    assert (begin, end) == (tensor.data_offset, tensor.data_offset + tensor.n_bytes)
 
 
 def test_a_missing_package_names_the_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,9 @@ def _positions(model: str) -> Any:
     files = ModelFiles(name, local or model)
     if files.gguf is None:
         return files.config().get("max_position_embeddings")
-    from msattn.trainer.models.gguf import gguf_metadata
+    from msattn.trainer.models.gguf import gguf_header
 
-    metadata, _ = gguf_metadata(files.gguf, name)
+    metadata = gguf_header(files.gguf, name).metadata
     return metadata.get(f"{metadata['general.architecture']}.context_length")
 
 
