@@ -53,13 +53,13 @@ INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"
 OTHER_KEYS = (  # of config.json, that the small models do not have
     "attn_logit_softcapping", "auto_map", "configuration_files", "id2label", "layer_types", "max_window_layers", "num_labels",
     "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config", "quantization_config", "rope_scaling",
-    "rope_theta", "sliding_window", "transformers_weights", "use_sliding_window",
+    "rope_theta", "sliding_window", "tokenizer_class", "transformers_weights", "use_sliding_window",
 )  # fmt: skip
 UNREAD = (  # keys of config.json whose values neither msattn nor its tokenizer reads
     "_attn_implementation", "_attn_implementation_internal", "_experts_implementation", "_name_or_path", "architectures",
     "attn_implementation", "base_model_tp_plan", "fusion_config", "is_encoder_decoder", "name_or_path",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "save_pretrained", "text_config",
-    "tokenizer_class", "torch_dtype", "transformers_version",
+    "torch_dtype", "transformers_version",
 )  # fmt: skip
 ROPE_KEYS = ("rope_type", "rope_theta", "type", "factor", "partial_rotary_factor", "unknown")
 ROPE_KEYS_OF = {

@@ -71,6 +71,13 @@ def test_each_row_of_jsonl_and_parquet_is_a_document(tmp_path: Path, compression
         assert [document.name for document in found] == [f"{path.name}:{number}" for number in range(len(TEXTS))]
 
 
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_texts_in_any_encoding_of_parquet(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(parquet(encoding, text=TEXTS))
+    assert [document.text for document in all_of(path)] == TEXTS
+
+
 def test_jsonl_rows_may_contain_unicode_line_separators_and_end_with_crlf(tmp_path: Path) -> None:
     texts = ["a\u2028b\u0085c", "d\x0be"]
     path = tmp_path / "rows.jsonl"
@@ -86,10 +93,16 @@ def test_folders_and_globs_are_searched(tmp_path: Path) -> None:
         "deep/a.txt.gz": gzip.compress(b"ay"),
         "notes.rst": b"no text",
         "empty.txt": b"",
+        "SEA.TXT": b"see",
+        "DEE.JSONL.GZ": gzip.compress(b'{"text": "dee"}'),
+        "._b.txt": b"\xff, of macOS",
+        ".ipynb_checkpoints/b-checkpoint.txt": b"bee",
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    assert all_of(tmp_path) == [Document("b.txt", "bee"), Document("deep/a.txt.gz", "ay")]
+    visible = [("DEE.JSONL.GZ:0", "dee"), ("SEA.TXT", "see"), ("b.txt", "bee"), ("deep/a.txt.gz", "ay")]
+    assert [(found.name, found.text) for found in all_of(tmp_path)] == visible
+    assert all_of(tmp_path / ".ipynb_checkpoints") == [Document("b-checkpoint.txt", "bee")]
     assert all_of(tmp_path / "**" / "*.gz") == [Document("a.txt.gz", "ay")]
     (tmp_path / "odd[1].txt").write_text("odd")
     assert all_of(tmp_path / "odd[1].txt") == [Document("odd[1].txt", "odd")]

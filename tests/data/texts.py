@@ -27,9 +27,11 @@ def write(path: Path, *values: Any) -> str:
     return str(path)
 
 
-def parquet(**columns: Any) -> bytes:
+def parquet(encoding: str | None = None, **columns: Any) -> bytes:
+    """Returns the content of a file, whose columns have ``encoding`` instead of a dictionary if one is given."""
+    options: dict[str, Any] = {"use_dictionary": False, "column_encoding": encoding} if encoding else {}
     stream = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7)
+    pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7, **options)
     return stream.getvalue()
 
 

@@ -1,5 +1,6 @@
 """Tests of model loading, refused architectures and their messages, fingerprints, devices and dtypes."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
 def test_unsupported_architectures_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_supported(tiny_config(family, **overrides))
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_cache", "tie_word_embeddings"])
+def test_null_flags_are_false_for_model_and_tokenizer(folder: Path, key: str) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {key: None}))
+    assert load(pretrained(folder), device="cpu").tokenizer.vocab_size == 128
+
+
+def test_a_message_about_several_keys_does_not_print_the_file(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"pad_token_id": 4096}))
+    with pytest.raises(UserError, match=r"config\.json: pad_token_id=4096 is not below vocab_size=128$"):
+        load(pretrained(folder), device="cpu")
 
 
 def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

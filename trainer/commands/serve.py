@@ -69,7 +69,7 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.serving.attach import attach
 
     served = None if cfg.dense else load_served(cfg)
-    loaded = load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed) if served is None else served.loaded
+    loaded = served.loaded if served else load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed, dense=True)
     around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
     with (

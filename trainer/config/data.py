@@ -43,7 +43,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.is_library or bool(self.path), "data.path", self.path, f"data={self.source} needs a path")
-        ok = not self.is_library or not self.path or ("/" not in self.path and not self.path.endswith(SUFFIXES))
+        ok = not self.is_library or not self.path or ("/" not in self.path and not self.path.lower().endswith(SUFFIXES))
         require(ok, "data.path", self.path, "data=stdlib reads no files, only modules by name; add data=text or data=hub")
         for name, source in (("heldout_path", "text"), ("heldout_split", "hub"), ("revision", "hub")):
             value = getattr(self, name)

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
@@ -23,8 +23,9 @@ PIECE = 2**20  # bytes that are read at once
 def text_files(key: str, path: str) -> list[Path]:
     """Returns the files of a file name, a folder (recursively) or a glob, in a fixed order.
 
-    A glob's ``**``, like a folder, does not follow symbolic links, and its wildcards do not match hidden names. Raises
-    UserError: there is no text file, or it is a device or a pipe; the message names ``key``.
+    Hidden files in a folder are left out: copies and metadata of editors and systems. A glob's ``**``, like a folder, does not
+    follow symbolic links, and its wildcards do not match hidden names. Raises UserError: there is no text file, or it is a
+    device or a pipe; the message names ``key``.
     """
     where = f"{key}={shown(path)}"
     root = Path(os.path.expanduser(path))
@@ -32,7 +33,8 @@ def text_files(key: str, path: str) -> list[Path]:
         if not path.strip() or "\0" in path:
             files = []
         elif root.is_dir():
-            files = sorted(file for file in root.rglob("*") if file.is_file() and file_type(file) is not None)
+            found = (file for file in root.rglob("*") if not _is_hidden(file.relative_to(root).parts))
+            files = sorted(file for file in found if file.is_file() and file_type(file) is not None)
         elif root.exists():  # checked before the glob, as a file name may contain its metacharacters
             files = [root]
             check_regular(root, where)
@@ -46,17 +48,21 @@ def text_files(key: str, path: str) -> list[Path]:
 def _glob(pattern: Path) -> Iterator[Path]:
     """Yields what ``pattern`` matches."""
     start = next((i for i, part in enumerate(pattern.parts) if re.search(r"[*?\[]", part)), len(pattern.parts))
-    hidden = any(part.startswith(".") for part in pattern.parts[start:])
+    hidden = _is_hidden(pattern.parts[start:])
     text = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern.relative_to(pattern.anchor).as_posix())
     text = re.sub(r"(\*\*/)+", "**/", text)  # the same, but not searched again and again
     for file in Path(pattern.anchor or ".").glob(text):
-        if hidden or not any(part.startswith(".") for part in file.parts[start:]):
+        if hidden or not _is_hidden(file.parts[start:]):
             yield file
 
 
+def _is_hidden(parts: Sequence[str]) -> bool:
+    return any(part.startswith(".") for part in parts)
+
+
 def file_type(file: Path) -> str | None:
-    """Returns one of :data:`SUFFIXES`, ignoring a compression suffix; None for other files."""
-    suffixes = file.suffixes
+    """Returns one of :data:`SUFFIXES`, ignoring case and a compression suffix; None for other files."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
     return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES else None

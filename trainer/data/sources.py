@@ -33,6 +33,7 @@ from msattn.trainer.data.tasks.injection import inject_needles
 from msattn.trainer.errors import UserError, first_line
 
 T = TypeVar("T")
+PARQUET_ROWS = 64  # decoded at once: a small file may hold very many equal texts
 HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
 
 
@@ -176,9 +177,10 @@ def decompressed(file: Path, where: str, most: int) -> bytearray:
     """Returns the content of a file that may be compressed, of at most ``most`` bytes."""
     import pyarrow
 
-    codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
+    suffix = file.suffix.lower()
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(suffix)
     with refused(where), open_bytes(file, where, most) as raw:
-        if file.suffix == ".xz":
+        if suffix == ".xz":
             return _decompress_xz(raw, where, most)
         return read_stream(pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most)
 
@@ -214,10 +216,8 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
         kind = stored.value_type if types.is_dictionary(stored) else stored
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise UserError(f"data.column={column}: {where} has {kind} in this column, expected text")
-        # A small file may hold very many equal texts; a dictionary keeps one copy.
-        shared = [column] if types.is_string(stored) else []
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), read_dictionary=shared)
-        rows = (text for batch in table.iter_batches(columns=[column]) for text in batch.column(0))
+        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
+        rows = (text for batch in table.iter_batches(PARQUET_ROWS, columns=[column]) for text in batch.column(0))
         for number, text in enumerate(rows):
             yield _text_of({column: text.as_py()}, column, f"{where}, row {number}")
     except UnicodeDecodeError as error:

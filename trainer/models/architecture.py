@@ -26,7 +26,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 IGNORED = {  # how a model runs or is trained, which is decided elsewhere, and what other tasks and files need
     *("attn_implementation", "distributed_config", "dtype", "experts_implementation", "gradient_checkpointing", "use_cache"),
     *("output_hidden_states", "output_router_logits", "return_dict", "chunk_size_feed_forward", "transformers_version"),
-    *("architectures", "auto_map", "fusion_config", "tokenizer_class", "id2label", "label2id", "problem_type"),
+    *("architectures", "auto_map", "fusion_config", "id2label", "label2id", "problem_type"),
     *("is_encoder_decoder", "decoder", "generator", "text_config", "text_encoder"),  # keys of models with several parts
 }
 

@@ -140,6 +140,7 @@ class Architecture:
     swiglu_alpha: Positive = 1.702
     swiglu_limit: Positive = 7.0
     quantization_config: dict[str, Any] | None = None
+    tokenizer_class: str | None = None  # unless tokenizer_config.json names one
     # Other models, or other files, than the keys above describe.
     compression_config: None = None
     configuration_files: None = None

@@ -267,11 +267,11 @@ def output_logits(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
     return logits
 
 
-def check_supported(config: "PreTrainedConfig") -> None:
+def check_supported(config: "PreTrainedConfig", *, dense: bool = False) -> None:
     """Checks that the tap and the kernels support the model.
 
-    Raises UserError for another family, attention that the kernels do not compute, no layer with full attention, another RoPE
-    type, and unsupported head counts or head sizes.
+    Raises UserError for another family, attention that the kernels do not compute, another RoPE type, unsupported head counts
+    or head sizes, and, unless the model is only served ``dense``, if no layer has full attention.
     """
     config = text_config(config)
     if reason := refusal(config):
@@ -288,7 +288,7 @@ def check_supported(config: "PreTrainedConfig") -> None:
         if kind in layer_kinds(config) and not getattr(config, key, None):
             raise UserError(f"{key}={getattr(config, key, None)}: layers of type {kind} need a number")
     layers = attention_layers(config)
-    if all(layer.kept for layer in layers):
+    if not dense and all(layer.kept for layer in layers):
         raise UserError(f"model: no layer can be sparse; layer 0: {layers[0].kept}; expected a full-attention layer")
 
 

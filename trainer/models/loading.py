@@ -38,16 +38,17 @@ class Loaded:
     fingerprint: dict[str, Any]
 
 
-def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0) -> Loaded:
+def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0, dense: bool = False) -> Loaded:
     """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
     Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError if ``model.path``
-    cannot be loaded, the architecture is not supported, weights are missing, there is no GPU or its memory is too small.
+    cannot be loaded, the architecture is not supported (``dense``: as in :func:`check_supported`), weights are missing, there
+    is no GPU or its memory is too small.
     """
     with activity(f"loading the model {cfg.name}"):
         target, files = resolve_device(device), _files(cfg)
         torch_dtype, random = resolve_dtype(dtype, target), cfg.init == "random"
-        config, tokenizer = config_and_tokenizer(cfg, files)
+        config, tokenizer = config_and_tokenizer(cfg, files, dense=dense)
         try:
             if random:
                 model = _random(config, target, torch_dtype, seed)
@@ -70,15 +71,15 @@ def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
 
 
 def config_and_tokenizer(
-    cfg: ModelConfig, files: ModelFiles | None = None
+    cfg: ModelConfig, files: ModelFiles | None = None, *, dense: bool = False
 ) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
     """Returns the configuration of a supported model and its tokenizer, without reading weights."""
     files = files or _files(cfg)
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
         scale_rope(config, cfg.rope_scaling)
-    check_supported(config)
-    tokenizer = _tokenizer(cfg, files)
+    check_supported(config, dense=dense)
+    tokenizer = _tokenizer(cfg, files, config)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > text_config(config).vocab_size:
         raise UserError(f"vocab_size={text_config(config).vocab_size}: the tokenizer has {tokens} tokens")
@@ -200,11 +201,14 @@ def _pretrained(
     return model
 
 
-def _tokenizer(cfg: ModelConfig, files: ModelFiles) -> "PreTrainedTokenizerBase":
-    """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files."""
+def _tokenizer(cfg: ModelConfig, files: ModelFiles, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files.
+
+    Random weights may have another architecture than the files.
+    """
     from transformers import PreTrainedTokenizerFast
 
     absent = cfg.init == "random" and files.gguf is None and (files.folder is None or files.locate(VOCABULARY) is None)
     if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    return load_tokenizer(files, cfg.trust_remote_code)
+    return load_tokenizer(files, None if cfg.init == "random" else config, cfg.trust_remote_code)

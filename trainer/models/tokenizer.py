@@ -13,7 +13,7 @@ from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
@@ -72,9 +72,12 @@ class Settings:
     fast_tokenizer_files: list[FileName] | None = None  # some versions of transformers read these instead of tokenizer.json
 
 
-def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+def load_tokenizer(
+    files: ModelFiles, config: "PreTrainedConfig | None", trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
     """Returns the tokenizer of a model, loaded by transformers. Code that the user trusts runs once, without limits.
 
+    The class of a tokenizer may depend on the model's ``config``; with None transformers reads ``config.json`` if there is one.
     Raises UserError if there is no tokenizer, if a file is damaged, if encoding a short text fails or takes long, if tokens are
     drawn at random, or if there is code that ``trust_remote_code`` does not allow.
     """
@@ -89,7 +92,9 @@ def load_tokenizer(files: ModelFiles, trust_remote_code: bool = False) -> "PreTr
 
     def load() -> Any:
         with only_errors("huggingface_hub"):
-            return AutoTokenizer.from_pretrained(files.source, revision=files.revision, trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(
+                files.source, config=config, revision=files.revision, trust_remote_code=trust_remote_code
+            )
 
     try:
         if not trust_remote_code:

@@ -117,8 +117,9 @@ def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Sc
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise UserError(f"{where} has no key {key}") from error
-        reason = re.sub(r"^Value error, ", "", first["msg"])
-        raise UserError(f"{where}: {key}={first['input']!r:.60}: {reason}") from error
+        value = "" if isinstance(first["input"], dict) else f"={first['input']!r:.60}"  # an object has too much to show
+        parts = where, f"{key}{value}", re.sub(r"^Value error, ", "", first["msg"])
+        raise UserError(": ".join(filter(None, parts))) from error
 
 
 def _refuse_constant(name: str) -> float:

@@ -17,6 +17,7 @@ import pytest
 
 from msattn.trainer.commands import serve
 from msattn.trainer.serving.engines.http import supervisor
+from tests.factory import save_tokenizer, tiny_model
 from tests.running import exit_code
 from tests.serving.http.running import KEY, SECONDS, WORDS, Running, beside, eventually
 
@@ -64,6 +65,14 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")
+
+
+def test_a_model_whose_layers_all_have_windows_starts_densely(command: Any, tmp_path: Path) -> None:
+    tiny_model("mistral", sliding_window=24).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    code, err = command("--model", str(tmp_path), "dense=true")
+    assert (code, "serving at" in err) == (0, True), err
+    assert command("--model", str(tmp_path), "select=quest")[0] == 2
 
 
 def start(folder: Path, *arguments: str, descriptors: int | None = None) -> tuple[subprocess.Popen[str], Running]:

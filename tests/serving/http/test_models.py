@@ -10,8 +10,9 @@ import transformers
 import msattn
 from msattn.trainer.commands import serve
 from msattn.trainer.errors import UserError
-from msattn.trainer.models import Loaded
+from msattn.trainer.models import Loaded, load
 from msattn.trainer.serving.engines.http import cache
+from tests.factory import save_tokenizer, tiny_model
 from tests.serving.http.running import configuration, eventually, running, small_loaded
 from tests.serving.paged.batches import alone
 
@@ -49,6 +50,20 @@ def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) ->
         tokenizer: Any = small.tokenizer
         assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
         eventually(lambda: served.metric("cache_pages_used") == 0)
+
+
+def test_a_model_whose_layers_all_have_windows_is_loaded_and_served_densely(tmp_path: Path) -> None:
+    tiny_model("mistral", sliding_window=24).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    cfg = configuration(f"model.path='{tmp_path}'", "dtype=float32", "server.page_size=16", "server.batch_tokens=32")
+    with pytest.raises(UserError, match="no layer can be sparse"):
+        load(cfg.model, device="cpu")
+    loaded = load(cfg.model, device="cpu", dtype="float32", dense=True)
+    prompt = [5 + i % 50 for i in range(100)]
+    with running(loaded, cfg) as served, served.client() as client:
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=50, temperature=0)
+        tokenizer: Any = loaded.tokenizer
+        assert answer.choices[0].text == tokenizer.decode(alone(loaded.model, prompt, 50), skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
