@@ -44,13 +44,15 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans, device)}
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    models.check_length(loaded.model.config, cfg.data.seq_len)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    models.check_length(described.config, cfg.data.seq_len)
     check_heldout(cfg.data)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
+    chunks = data.chunks(cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
+    check_num_keys(cfg, len(chunks))
 
     ranks = distributed.init_process_state(device)
-    check_num_keys(cfg, loaded.model, len(chunks), ranks.num_processes)
+    loaded = described.load()
+    check_memory(cfg, loaded.model, len(chunks), ranks.num_processes)
     settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "model": loaded.fingerprint}
     settings |= {"dtype": str(loaded.model.dtype), "seed": cfg.seed}
     with ranks.main_process_first():  # it removes parts that were made with other settings
@@ -65,12 +67,16 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     return folder
 
 
-def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
-    """Raises UserError if there are fewer keys than buckets, or if the keys of one rank do not fit into memory."""
-    config, num_buckets = model.config, cfg.kmeans.num_buckets
-    num_keys = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
+def check_num_keys(cfg: FitKMeansConfig, num_chunks: int) -> None:
+    """Raises UserError if there are fewer keys than buckets."""
+    num_keys, num_buckets = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1)), cfg.kmeans.num_buckets
     if num_buckets > num_keys:
         raise UserError(f"kmeans.num_buckets={num_buckets}: expected at most {num_keys}, the number of keys")
+
+
+def check_memory(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
+    """Raises UserError if the keys of one rank do not fit into the memory that the model leaves."""
+    config, num_keys = model.config, cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
     heads = -(-len(models.served_layers(config)) // processes) * models.num_kv_heads(config)
     needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
     free = free_memory() // processes

@@ -57,13 +57,15 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     partition = _load_partition(cfg).to(device)
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     assert partition.artifact is not None
-    artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
-    models.check_length(loaded.model.config, cfg.data.seq_len)
+    artifacts.check_model(partition.artifact.manifest, described.fingerprint, strict=False)
+    models.check_length(described.config, cfg.data.seq_len)
     text, heldout_text = data.training_chunks(
-        cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
+        cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
     )
+    loaded = described.load()
+    artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     ranks = distributed.init_process_state(device)
     job = _Job(cfg, loaded, partition, text, heldout_text, ranks)
     for cache in job.caches:
