@@ -115,6 +115,8 @@ def test_random_weights_take_the_tokenizer_of_a_file(file: Path) -> None:
     [
         ({"general__architecture": "mamba"}, "general.architecture=mamba: expected in GGUF files: llama, qwen2, qwen3"),
         ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.type=yarn: expected none or linear in GGUF files"),
+        ({"llama__rope__dimension_count": 8}, r"llama\.rope\.dimension_count=8: expected 16, the channels of a head"),
+        ({"llama__attention__causal": False}, "llama.attention.causal=false: expected true"),
         ({"llama__attention__head_count": 3}, "its metadata: The hidden size .64. is not a multiple of the number of .* heads"),
         ({"llama__block_count": 3}, r"no weights for model\.layers\.2\."),
         ({"llama__block_count": 1}, r"by its metadata the model has no blk\.1\.attn_k\.weight, .*, which the file has"),

@@ -95,6 +95,11 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: expected a multiple of num_key_value_heads=3"),
         ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_num_key_heads=None: layers of type linear"),
         ("llama", {"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
+        (
+            "qwen3",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5: model_type=qwen3 rotates all channels; expected 1",
+        ),
         ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: expected a multiple of 8"),
     ],
 )

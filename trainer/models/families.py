@@ -31,6 +31,7 @@ class Family:
     one_window: bool = False  # a sliding_window in the configuration holds for every layer; others list layer_types
     heads_first: bool = False  # the norms of queries and keys run on [B, H, N, D], not on the outputs of the projections
     interleaved: bool = False  # RoPE rotates neighbouring channels 2 i and 2 i + 1, not i and i + r / 2 of r rotated ones
+    partial_rope: bool = False  # rotates a share of the channels, if the configuration says so; others would ignore that share
     half_angles: bool = False  # the rotary embedding returns each angle once, not for both channels of a pair
     plain_scores: bool = True  # softmax of scaled products and nothing else, so that SDPA computes it
     complex_rope: bool = False  # RoPE is not given as cos and sin, so that only layers without RoPE are served
@@ -92,22 +93,22 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": MIXTURE,
     "gemma2": Family(plain_scores=False, hashed=(*GEMMA, "attn_logit_softcapping")),
     "gemma3_text": Family(heads_first=True, hashed=GEMMA),
-    "phi3": Family(one_window=True, hashed=("sliding_window",)),
-    "glm": Family(interleaved=True),
-    "glm4": Family(interleaved=True),
+    "phi3": Family(one_window=True, partial_rope=True, hashed=("sliding_window",)),
+    "glm": Family(interleaved=True, partial_rope=True),
+    "glm4": Family(interleaved=True, partial_rope=True),
     "llama4_text": Family(
         complex_rope=True, experts=True, hashed=(*LLAMA4, "layer_types", "no_rope_layers", "attention_chunk_size")
     ),
     "gpt_oss": Family(plain_scores=False, half_angles=True, experts=True, hashed=("layer_types", "sliding_window")),
-    "gemma4_text": Family(hashed=GEMMA4),
-    "glm4_moe": Family(experts=True, hashed=("use_qk_norm",)),
+    "gemma4_text": Family(partial_rope=True, hashed=GEMMA4),
+    "glm4_moe": Family(partial_rope=True, experts=True, hashed=("use_qk_norm",)),
     "ministral3": Family(one_window=True, changed_after_rope=True, hashed=("sliding_window",)),
     "hunyuan_v1_dense": Family(changed_after_rope=True, fixed_alpha=True),
     "hunyuan_v1_moe": Family(changed_after_rope=True, fixed_alpha=True, experts=True),
     "hy_v3": Family(heads_first=True, experts=True),
-    "qwen3_next": Family(experts=True, hashed=BETWEEN_LINEAR),
-    "qwen3_5_text": Family(hashed=BETWEEN_LINEAR),
-    "qwen3_5_moe_text": Family(experts=True, hashed=BETWEEN_LINEAR),
+    "qwen3_next": Family(partial_rope=True, experts=True, hashed=BETWEEN_LINEAR),
+    "qwen3_5_text": Family(partial_rope=True, hashed=BETWEEN_LINEAR),
+    "qwen3_5_moe_text": Family(partial_rope=True, experts=True, hashed=BETWEEN_LINEAR),
 }
 
 
@@ -315,6 +316,8 @@ def _check_rope(config: Any) -> None:
     if not isinstance(factor, int | float) or factor < 1:
         raise UserError(f"rope_type={rope['rope_type']}, factor={factor}: expected 1 or more")
     share, rotated = rope.get("partial_rotary_factor", 1.0), rotated_channels(config)
+    if share != 1 and not family_of(config).partial_rope:
+        raise UserError(f"partial_rotary_factor={share}: model_type={config.model_type} rotates all channels; expected 1")
     if rotated != int(rotated) or rotated % 2 or not 0 < share <= 1:
         raise UserError(
             f"partial_rotary_factor={share}: expected a share that gives an even number of the {head_dim(config)} channels"

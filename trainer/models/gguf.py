@@ -108,6 +108,9 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
         document["tie_word_embeddings"] = "output.weight" not in places
         if architecture == "llama" and "rope.dimension_count" in own:
             document.setdefault("head_dim", own["rope.dimension_count"])
+        size = document.get("head_dim") or document["hidden_size"] // document["num_attention_heads"]
+        if (rotated := own.get("rope.dimension_count", size)) != size:
+            raise UserError(f"{where}: {architecture}.rope.dimension_count={rotated}: expected {size}, the channels of a head")
         if architecture.startswith("gemma"):
             large = (architecture, document["num_hidden_layers"]) == ("gemma2", GEMMA2_27B)
             heads = document["num_attention_heads"]
@@ -162,6 +165,8 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
     scaling = metadata.get(f"{architecture}.rope.scaling.type", of_old_files)
     if scaling not in ("none", "linear"):
         return f"{architecture}.rope.scaling.type={scaling!s:.40}: expected none or linear in GGUF files"
+    if not metadata.get(f"{architecture}.attention.causal", True):
+        return f"{architecture}.attention.causal=false: expected true"
     kind, split = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind not in ("gpt2", "llama"):
         return f"tokenizer.ggml.model={kind!s:.40}: expected gpt2 or llama"
