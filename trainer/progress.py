@@ -7,13 +7,14 @@ itself. Only rank 0 prints.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich import progress as rich
 from rich.console import Console
 
+from msattn.trainer.errors import print_once
 from msattn.trainer.ranks import is_main_rank
 
 INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
@@ -25,6 +26,15 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def estimate(command: str, parts: Mapping[str, float]) -> None:
+    """Prints how long a command takes in all, from the seconds of its parts, unless that is less than :data:`INTERVAL`."""
+    total = sum(parts.values())
+    if total >= INTERVAL:
+        listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
+        print_once(f"{command} takes about {duration(total)} in all: {listed}")
+        postpone()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from transformers.generation.streamers import TextStreamer
 
 from msattn.trainer import models
-from msattn.trainer.commands.answers import describe, load_served
+from msattn.trainer.commands.answers import describe, find_served
 from msattn.trainer.commands.chat import Conversation, StopOnInterrupt
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import Terminated, UserError
@@ -56,7 +56,8 @@ def chat(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def conversation(*overrides: str) -> Conversation:
     cfg = compose("generate", ["max_new_tokens=8", *overrides])
-    return Conversation(cfg, load_served(cfg))
+    served = find_served(cfg)
+    return Conversation(cfg, served.model.load(), served.options)
 
 
 def answer_at_once(messages: list[dict[str, str]], tokenizer: Any = None) -> tuple[str, int]:
@@ -72,14 +73,14 @@ def answer_at_once(messages: list[dict[str, str]], tokenizer: Any = None) -> tup
 
 def test_a_selection_without_training_decodes_with_a_named_router_alone() -> None:
     """The classifiers of the same model and name were trained; whoever asks for Quest has not asked for them."""
-    assert not any(load_served(compose("generate", ["select=quest"])).chosen.values())
-    served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=embedded"]))
+    assert not any(find_served(compose("generate", ["select=quest"])).chosen.values())
+    served = find_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=embedded"]))
     assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.5; new tokens by the embedded qmodel"
-    served = load_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=quest"]))
+    served = find_served(cfg := compose("generate", ["select=quest", "artifacts.qmodel=quest"]))
     assert describe(cfg, served) == "tiny: prompts by quest, topk, sparsity=0.5; new tokens by quest"
     with pytest.raises(UserError, match=r"artifact \./quest: no such folder"):
-        load_served(compose("generate", ["artifacts.kmeans=quest"]))
-    assert load_served(compose("generate", [])).chosen["qmodel"]
+        find_served(compose("generate", ["artifacts.kmeans=quest"]))
+    assert find_served(compose("generate", [])).chosen["qmodel"]
 
 
 @pytest.mark.parametrize("overrides", [DENSE, ROUTED])

@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from msattn.trainer.commands import demo
+from tests.commands.conftest import Run
 from tests.running import TEXTS, exit_code, write_texts
 
 SMALL = [
@@ -57,3 +60,55 @@ def test_demo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_again = ("fit-kmeans", "experiment=demo", *SMALL, "data.seq_len=256")
     assert exit_code(*fit_again) == 0, "the commands of a second demo replace the artifacts of the first"
     assert (folder / "kmeans/manifest.json").read_bytes() != made
+
+
+@pytest.fixture
+def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The steps that a demo starts, which do nothing, with their last override."""
+    steps: list[tuple[str, str]] = []
+
+    def launch(command: str, overrides: list[str]) -> list[Path]:
+        steps.append((command, overrides[-1]))
+        if interrupts and command == interrupts[-1]:
+            interrupts.pop()
+            raise KeyboardInterrupt("stopped after step 3 of 9")
+        return [Path(command)]
+
+    interrupts = ["fit-kmeans"]
+    monkeypatch.setattr(demo, "launch", launch)
+    monkeypatch.setattr(demo, "_seconds_of_a_pass", lambda cfg: 0.5)
+    return steps
+
+
+def test_a_demo_says_what_it_will_do_and_continues_after_an_interruption(launched: list[Any], msattn: Run) -> None:
+    steps = "steps=train-gate,train-qmodel,fit-kmeans"
+    code, out, err = msattn("demo", steps)
+    whole = sum(demo.PASSES[name] for name in ("train-gate", "fit-kmeans", "train-qmodel")) // 2
+    assert out.startswith(f"msattn demo: 3 steps on tiny, about {whole // 60}:{whole % 60:02} on this machine\n")
+    assert [line.split()[0] for line in out.splitlines()[1:] if " about " in line] == [
+        "train-gate",
+        "fit-kmeans",
+        "train-qmodel",
+    ]
+    assert code == 130
+    assert err == "msattn: interrupted: stopped after step 3 of 9; the same command with resume=true continues the demo\n"
+    code, out, err = msattn("demo", steps, "resume=true")
+    assert (code, err) == (0, "")
+    assert out.startswith("msattn demo: 2 steps on tiny, about ")
+    assert [name for name, _ in launched] == ["train-gate", "fit-kmeans", "fit-kmeans", "train-qmodel"]
+    assert launched[2:] == [("fit-kmeans", "resume=true"), ("train-qmodel", "experiment=demo")]
+    assert msattn("demo", steps, "resume=true", "seed=1")[0] == 2
+    assert msattn("demo", steps)[0] == 0
+    assert [name for name, _ in launched[4:]] == ["train-gate", "fit-kmeans", "train-qmodel"], "without resume=true, all again"
+
+
+def test_steps_of_a_demo_can_be_left_out(launched: list[Any], msattn: Run) -> None:
+    assert msattn("demo", "steps=[train-gate]", "train.steps=3")[0] == 0
+    assert [name for name, _ in launched] == ["train-gate"]
+    for steps, message in {
+        "train": "steps=train: expected train-gate, fit-kmeans, train-qmodel, eval",
+        "[]": "steps=[]: expected one or more of train-gate",
+        "[train-qmodel]": "steps=train-qmodel: train-qmodel needs fit-kmeans, as outputs/tiny/demo has no k-means",
+    }.items():
+        code, _, err = msattn("demo", f"steps={steps}")
+        assert (code, message in err) == (2, True), err

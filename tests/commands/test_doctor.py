@@ -1,5 +1,6 @@
 """``msattn doctor``: figures of a model from its configuration alone, artifacts of the same shape, refusals; the W&B key."""
 
+import importlib.metadata
 import json
 import shlex
 import shutil
@@ -7,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands import doctor
 from msattn.trainer.commands.doctor_model import doctor_model
 from msattn.trainer.commands.jobs import COMMANDS, Command
+from msattn.trainer.evaluate.report.context import context
 from msattn.trainer.models import EMBEDDED
+from msattn.trainer.version import __version__
 from tests.commands.conftest import Run
 from tests.factory import tiny_config
 from tests.running import exit_code
@@ -97,6 +101,21 @@ def test_folders_without_a_model_are_refused(here: Path, msattn: Run) -> None:
         code, out, err = msattn("doctor", name)
         assert (code, out, message in err) == (2, "", True)
         assert err.strip().splitlines()[-1].startswith("msattn: ")
+
+
+def test_an_unpacked_tree_needs_no_installation(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither msattn nor W&B is installed as a package."""
+    found = importlib.metadata.Distribution.from_name
+
+    def from_name(name: str) -> importlib.metadata.Distribution:
+        if name in ("msattn", "wandb"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", from_name)
+    fixes = {check.name: check.fix for check in doctor.doctor()}
+    assert fixes["wandb"] == "pip install 'wandb'"
+    assert context("", {}, {}, [], torch.device("cpu")).versions["msattn"] == __version__
 
 
 @pytest.mark.parametrize("method", ["is_file", "read_text"])

@@ -63,10 +63,31 @@ def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (cfg.train.steps, cfg.train.batch_size) == (7, 2)
     cfg = compose("train-qmodel", overrides("train-qmodel", "device=cpu"))
     assert (cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (1500, 1e-3, 512)
+    cfg = compose("fit-kmeans", overrides("fit-kmeans", "device=cpu"))
+    assert (cfg.kmeans.num_prompts, cfg.kmeans.points_per_bucket) == (8, 256)
     capsys.readouterr()
     assert compose("train-gate", overrides("train-gate", "device=cuda")).train.batch_size == 16
     assert compose("eval", overrides("eval", "device=cpu")).model.presets == OWN
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("way", ["--model", "model="])
+def test_named_models_have_smaller_presets_on_a_cpu(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def overrides(command: str, model: str, *given: str) -> list[str]:
+        given = (*given, "device=cpu") if way == "--model" else (f"model={model}", *given, "device=cpu")
+        return [*own_overrides(model if way == "--model" else None, None, given, command), *given]
+
+    cfg = compose("train-qmodel", overrides("train-qmodel", "smollm2"))
+    assert (cfg.qmodel.num_prompts, cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (24, 1500, 1e-3, 512)
+    reduced = "qmodel_prompts=24 instead of 96, qmodel_steps=1500 instead of 8000"
+    assert capsys.readouterr().err == f"msattn: on a CPU, so model.presets has {reduced}\n"
+    cfg = compose("fit-kmeans", overrides("fit-kmeans", "smollm2", "model.presets.kmeans_prompts=9"))
+    assert (cfg.kmeans.num_prompts, cfg.kmeans.points_per_bucket) == (9, 256)
+    assert capsys.readouterr().err == "msattn: on a CPU, so model.presets has points_per_bucket=256 instead of all\n"
+    for model, *given in ["tiny"], ["llama3", "experiment=seer_llama31"], ["smollm2", "train.steps=9", "train.batch_size=1"]:
+        cfg = compose("train-gate", overrides("train-gate", model, *given))
+        assert cfg.model.presets == compose("train-gate", [f"model={model}", *given]).model.presets
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("config", [{"max_position_embeddings": 131072}, {}])

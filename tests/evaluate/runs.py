@@ -80,7 +80,7 @@ def measured_on_a_chunk(cfg: EvalRunConfig, loaded: Loaded, measure: Callable[[L
 def loaded_and_found(cfg: EvalRunConfig) -> tuple[Loaded, Compared]:
     """The model of a configuration, and the methods that its evaluation compares."""
     loaded = models.load(cfg.model, device="cpu")
-    return loaded, find_compared(cfg, loaded)
+    return loaded, find_compared(cfg, loaded).on(loaded)
 
 
 def terminal(show: Callable[[Console], None]) -> str:

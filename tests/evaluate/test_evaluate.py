@@ -120,7 +120,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             evaluate(replace(cfg, **changes))
     other_weights = models.load(cfg.model, device="cpu", seed=1)
-    notes = compared.find_compared(cfg, other_weights).notes
+    notes = compared.find_compared(cfg, other_weights).on(other_weights).notes
     assert any("its weights_hash is" in note for note in notes)
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gguf.gguf_reader import GGUFReader
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import msattn
+from msattn.trainer.commands.doctor_model import doctor_model
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import fingerprint, load
+from msattn.trainer.models.gguf import gguf_config, gguf_header
 from tests.factory import random_tokens, tiny_architecture
 from tests.models.gguf_files import LLAMA3, SIZE, gguf_model, write_gguf
 from tests.running import exit_code, succeed
@@ -154,6 +157,79 @@ def test_damaged_files_are_refused(file: Path) -> None:
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with suppress(UserError):
             load_gguf(file)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_configuration_is_read_from_the_header_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's package reads a vocabulary in Python, which took ``msattn doctor`` half a minute."""
+    family, overrides = MODELS[name]
+    file = write_gguf(tmp_path / "small.gguf", gguf_model(family, **overrides), "Q5_0")
+    expected, _ = PreTrainedConfig.get_config_dict(tmp_path, gguf_file=file.name)
+    with monkeypatch.context() as patched:
+        patched.delattr("gguf.gguf_reader.GGUFReader.__init__")
+        found = gguf_config(file, "file")
+        assert dict(doctor_model(str(file)))["context"] == "256 tokens"
+    equal = {key: value for key, value in expected.items() if key in found and key != "model_type"}
+    assert found | equal == found
+    assert len(equal) >= 11
+    begin, end = gguf_header(file, "file").places["blk.0.attn_q.weight"]
+    (tensor,) = (tensor for tensor in GGUFReader(file).tensors if tensor.name == "blk.0.attn_q.weight")
+    assert (begin, end) == (tensor.data_offset, tensor.data_offset + tensor.n_bytes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_file_is_unpacked_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, overrides = MODELS[name]
+    file = write_gguf(tmp_path / "small.gguf", gguf_model(family, **overrides), "Q5_0")
+    first = load_gguf(file, cache=str(tmp_path / "kept"))
+    (folder,) = (tmp_path / "kept").glob("[!.]*")
+    assert f"the unpacked model is kept in {folder} (0.00 GB)" in (said := capsys.readouterr().err)
+    assert f"rm -r {tmp_path / 'kept'} frees the space, model.cache=null keeps none" in said
+    with monkeypatch.context() as patched:
+        patched.delattr("gguf.gguf_reader.GGUFReader.__init__")
+        patched.delattr("msattn.trainer.models.tokenizer.gguf_tokenizer")
+        second = load_gguf(file, cache=str(tmp_path / "kept"))
+    assert "unpacked" not in capsys.readouterr().err
+    assert second.fingerprint == first.fingerprint
+    ours, theirs = second.model.state_dict(), first.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ids = random_tokens(1, 90, vocab_size=SIZE)
+    assert torch.equal(second.model(ids).logits, first.model(ids).logits)
+    assert second.model.generation_config.to_dict() == first.model.generation_config.to_dict()
+    assert second.model.config.name_or_path == first.model.config.name_or_path == str(file)
+    text = "<|start|>in the\n\n  12<|end|> Two cafés, 東京: 10\n"
+    assert second.tokenizer(text).input_ids == first.tokenizer(text).input_ids
+    for key in ("chat_template", "special_tokens_map", "eos_token_id", "bos_token_id", "pad_token_id"):
+        assert getattr(second.tokenizer, key) == getattr(first.tokenizer, key)
+
+
+def test_other_contents_and_types_are_unpacked_beside(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = str(tmp_path / "kept")
+    load_gguf(file, cache=cache)
+    assert (
+        load(ModelConfig(name="small", path=str(file), cache=cache), device="cpu", dtype="bfloat16").model.dtype
+        == torch.bfloat16
+    )
+    write_gguf(file, gguf_model(initializer_range=0.5))
+    changed = load_gguf(file, cache=cache)
+    assert len([*(tmp_path / "kept").glob("small-*")]) == 3
+    assert changed.fingerprint == load_gguf(file, cache=cache).fingerprint
+    capsys.readouterr()
+    (tmp_path / "file").write_text("")
+    assert load_gguf(file, cache=str(tmp_path / "file")).fingerprint == changed.fingerprint
+    assert "warning: the unpacked model is not kept: " in capsys.readouterr().err
+    (damaged,) = (folder for folder in (tmp_path / "kept").glob("small-*") if same_weights(folder, changed))
+    (damaged / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"small.gguf: unpacked in {damaged}: the files there cannot be loaded"):
+        load_gguf(file, cache=cache)
+
+
+def same_weights(folder: Path, loaded: Any) -> bool:
+    return torch.equal(AutoModelForCausalLM.from_pretrained(folder).lm_head.weight, loaded.model.lm_head.weight)
 
 
 def test_a_missing_package_names_the_extra(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,23 +19,25 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
+from msattn.trainer.serving.build import check_options
 from msattn.trainer.serving.loading import ROUTER_KINDS, load_router
+from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.training.tracker import Tracker
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model, the artifacts for it by kind (None where there is none), and the arguments that attach them."""
+    """A model before its weights are read, its artifacts by kind (None: there is none), and the options that attach them."""
 
-    loaded: models.Loaded
+    model: models.Described
     chosen: dict[str, str | Path | None]
     options: dict[str, Any]
 
 
-def load_served(cfg: AnswerConfig) -> Served:
-    """Loads a model and its artifacts; there must be at least one."""
+def find_served(cfg: AnswerConfig) -> Served:
+    """Reads all of a model but its weights, and loads its artifacts; there must be at least one, and all must fit."""
     chosen = _artifacts(cfg)
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    model = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     gate, kind = chosen["gate"], _router_kind(chosen)
     router = chosen[kind] if kind else None
     if kind != "qmodel" and router in ROUTERS:
@@ -43,10 +45,11 @@ def load_served(cfg: AnswerConfig) -> Served:
     options = {
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or not cfg.select.by_gate else None,
-        "qmodel": router and load_router(router, loaded.model.config),
+        "qmodel": router and load_router(router, model.config),
         **cfg.routing,
     }
-    return Served(loaded, chosen, options)
+    check_options(model.config, AttachOptions(**options))
+    return Served(model, chosen, options)
 
 
 def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
@@ -121,10 +124,10 @@ def _artifact(kind: str, served: Served, name: str | None = None) -> str:
     return f"the embedded {name}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{name} {path}"
 
 
-def check_fits(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
+def check_fits(config: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
     """Raises UserError if the model has too few positions for the tokens of ``what``, a prompt, and the new ones."""
     given = f"the {what}'s {prompt_tokens} tokens and max_new_tokens={max_new_tokens}"
-    models.check_length(model.config, prompt_tokens + max_new_tokens, given)
+    models.check_length(config, prompt_tokens + max_new_tokens, given)
 
 
 class Clock(TokenClock):

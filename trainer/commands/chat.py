@@ -19,16 +19,16 @@ from transformers.generation.streamers import TextStreamer
 from msattn.trainer.commands.answers import (
     Answer,
     Clock,
-    Served,
     check_fits,
     describe,
+    find_served,
     format_number,
     generate_greedily,
-    load_served,
     tracked,
 )
 from msattn.trainer.config import GenerateConfig
 from msattn.trainer.errors import Terminated, UserError, print_once
+from msattn.trainer.models import Described, Loaded
 from msattn.trainer.models.chat import Messages, around_prompt, common_prefix, encode_conversation
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.progress import report
@@ -94,8 +94,8 @@ class StopOnInterrupt(StoppingCriteria):
 class Conversation:
     """Messages, which end with an answer, and the cache of their tokens (``cached``)."""
 
-    def __init__(self, cfg: GenerateConfig, served: Served) -> None:
-        self.cfg, self.loaded, self.options = cfg, served.loaded, served.options
+    def __init__(self, cfg: GenerateConfig, loaded: Loaded, options: dict[str, Any]) -> None:
+        self.cfg, self.loaded, self.options = cfg, loaded, options
         self.reset()
 
     def reset(self) -> None:
@@ -107,8 +107,7 @@ class Conversation:
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer
         with StopOnInterrupt() as stop:
-            ids = encode_conversation(tokenizer, messages, self.cfg.chat).to(self.loaded.model.device)
-            check_fits(self.loaded.model, ids.shape[1], self.cfg.max_new_tokens, "conversation")
+            ids = _encoded(self.cfg, self.loaded, messages).to(self.loaded.model.device)
             known = self._keep_prefix(ids[0].tolist())
             ends = end_tokens(self.loaded.model)  # not every tokenizer marks these as special
             clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), hidden=ends)
@@ -153,11 +152,14 @@ class Conversation:
 
 def chat(cfg: GenerateConfig, prompt: str = "") -> None:
     """Answers the lines of standard input until it ends; ``prompt`` is the message before them, "" for none."""
-    served = load_served(cfg)
-    around_prompt(served.loaded.tokenizer, cfg.chat)  # refuses chat=true without a template before the first message
-    with attach(served.loaded.model, **served.options):
+    served = find_served(cfg)
+    around_prompt(served.model.tokenizer, cfg.chat)  # refuses chat=true without a template before the first message
+    if prompt:
+        _encoded(cfg, served.model, [{"role": "user", "content": prompt}])
+    loaded = served.model.load()
+    with attach(loaded.model, **served.options):
         pass  # refuses artifacts that do not fit before the first message
-    conversation, console = Conversation(cfg, served), Console(highlight=False, soft_wrap=True)
+    conversation, console = Conversation(cfg, loaded, served.options), Console(highlight=False, soft_wrap=True)
     console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
     # No lines about the time that the command has taken.
     with tracked(cfg, "generate", served) as tracker, report(lambda: ""):
@@ -170,6 +172,13 @@ def chat(cfg: GenerateConfig, prompt: str = "") -> None:
             console.print(str(turn), style="dim", markup=False)
             if tracker is not None:
                 tracker.log(turn.figures, number)
+
+
+def _encoded(cfg: GenerateConfig, model: Described | Loaded, messages: Messages) -> Tensor:
+    """Returns the tokens of a conversation, ``[1, N]``, to which the answer fits."""
+    ids = encode_conversation(model.tokenizer, messages, cfg.chat)
+    check_fits(model.config, ids.shape[1], cfg.max_new_tokens, "conversation")
+    return ids
 
 
 def _messages(prompt: str, conversation: Conversation, console: Console) -> Iterator[str]:

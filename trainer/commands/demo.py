@@ -1,8 +1,10 @@
 """``msattn demo``: all steps from text to report on the embedded model, in a few minutes on two CPU cores."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,13 @@ from rich.table import Table
 
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.launch import launch
+from msattn.trainer.config.values import one_of, require
+from msattn.trainer.errors import UserError, write_error
+from msattn.trainer.progress import activity, duration
+from msattn.trainer.storage.documents import checked, read_json
+from msattn.trainer.storage.replace import replace_file
 
+MAX_BYTES = 100_000  # of the file with the finished steps
 BASELINES = ("quest", "vertical_slash", "mean_pool")
 
 STEPS = {  # commands and what they do
@@ -20,33 +28,130 @@ STEPS = {  # commands and what they do
     "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
     "eval": "Compares them with the shipped gate, which was trained longer, and with methods that need no training.",
 }
+# Duration of each step on a CPU, in dense passes of the model over a chunk. Both slow down on a busy machine.
+PASSES = {"train-gate": 300, "fit-kmeans": 30, "train-qmodel": 150, "eval": 600}
+WITHOUT_EFFECT = ("outputs", "name", "device", "resume", "seed", "tracker")  # overrides that leave the durations as they are
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The steps of a demo that are finished, with the folders of their results, and its overrides."""
+
+    overrides: list[str]
+    folders: dict[str, str]
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
     """Runs :data:`STEPS` with ``experiment=demo``, prints the answers to a needle prompt and returns the HTML report.
 
-    The results replace those of an earlier demo. ``overrides`` must be valid for every command, e.g. ``outputs=/tmp/demo``.
+    The results replace those of an earlier demo. ``overrides`` must be valid for every command, e.g. ``outputs=/tmp/demo``;
+    ``steps=[train-gate,eval]`` leaves steps out, and ``resume=true`` goes on where an interrupted demo stopped. Without the
+    step ``eval`` there is no report, and the folder of the last step is returned.
     """
-    arguments = {command: ["experiment=demo", *overrides] for command in STEPS}
-    arguments["eval"].insert(1, "eval=demo")
+    chosen = _chosen_steps(overrides)
+    given = [each for each in overrides if not each.startswith(("steps=", "resume="))]
+    arguments = {command: ["experiment=demo", *given] for command in chosen}
+    if "eval" in chosen:
+        arguments["eval"].insert(1, "eval=demo")
     # Reports a wrong override of any command before the first one runs.
-    configs = {command: compose(command, given) for command, given in arguments.items()}
-    if configs["eval"].model.is_embedded:
+    resume = [each for each in overrides if each.startswith("resume=")]
+    configs = {command: compose(command, [*words, *resume]) for command, words in arguments.items()}
+    cfg = configs[chosen[0]]
+    if "train-qmodel" in chosen and "fit-kmeans" not in chosen and not (cfg.folder / "kmeans").exists():
+        raise UserError(f"steps={','.join(chosen)}: train-qmodel needs fit-kmeans, as {cfg.folder} has no k-means")
+    if cfg.model.is_embedded and "eval" in chosen:
         arguments["eval"].append("artifacts.gate=embedded")
-    console = Console()
-    begin = time.perf_counter()
-    folder = Path()
-    for number, (command, purpose) in enumerate(STEPS.items(), start=1):
-        console.rule(f"[bold]{number}/{len(STEPS)} msattn {command}[/bold]", align="left")
-        console.print(purpose)
+    console, begin, path = Console(), time.perf_counter(), cfg.folder / "runs" / "demo.json"
+    done = _read_finished(path, given) if cfg.resume else Finished(given, {})
+    _write_finished(path, done)
+    _print_plan(cfg, chosen, done, console)
+    for number, command in enumerate(chosen, start=1):
+        console.rule(f"[bold]{number}/{len(chosen)} msattn {command}[/bold]", align="left")
+        if command in done.folders:
+            console.print(f"{done.folders[command]} was finished before")
+            continue
+        console.print(STEPS[command])
         start = time.perf_counter()
-        (folder,) = launch(command, arguments[command])
+        try:
+            (folder,) = launch(command, [*arguments[command], *resume])
+        except KeyboardInterrupt as stop:
+            raise type(stop)(f"{stop or 'stopped'}; the same command with resume=true continues the demo") from stop
+        resume = []  # one step was interrupted, the others begin
+        done.folders[command] = str(folder)
+        _write_finished(path, done)
         console.print(f"{folder} after {time.perf_counter() - start:.0f} s")
+    folder = Path(done.folders[chosen[-1]])
+    if "eval" not in chosen:
+        return folder
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
     _print_answers(rows, configs["eval"].select.scores, console)
     report = folder / "report.html"
     console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
     return report
+
+
+def _chosen_steps(overrides: Sequence[str]) -> list[str]:
+    """Returns the steps to run, in the order of :data:`STEPS`: those of ``steps=``, or all."""
+    given = "".join(each.removeprefix("steps=") for each in overrides if each.startswith("steps="))
+    names = re.findall(r"[^\s,\[\]]+", given)
+    for name in names:
+        one_of("steps", name, STEPS)
+    asked = any(each.startswith("steps=") for each in overrides)
+    require(bool(names) or not asked, "steps", given, f"expected one or more of {', '.join(STEPS)}")
+    return [name for name in STEPS if name in names or not asked]
+
+
+def _read_finished(path: Path, given: list[str]) -> Finished:
+    """Returns the finished steps of an earlier demo; UserError if it had other overrides."""
+    if not path.exists():
+        return Finished(given, {})
+    before = checked(read_json(path, str(path), MAX_BYTES), Finished, str(path))
+    if before.overrides != given:
+        raise UserError(f"resume=true: the demo in {path.parents[1]} has the overrides {before.overrides}, not {given}")
+    return before
+
+
+def _write_finished(path: Path, done: Finished) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as new:
+            new.write_text(json.dumps(asdict(done)))
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _print_plan(cfg: Any, chosen: list[str], done: Finished, console: Console) -> None:
+    """Prints what the demo will do and, on a CPU with the demo's own sizes, about how long that takes on this machine."""
+    left = [command for command in chosen if command not in done.folders]
+    known = left and all(each.startswith(WITHOUT_EFFECT) for each in done.overrides)
+    seconds = _seconds_of_a_pass(cfg) if known else None
+    times = {command: "" if seconds is None else f"about {duration(seconds * PASSES[command])}" for command in left}
+    total = "" if seconds is None else f", about {duration(seconds * sum(map(PASSES.__getitem__, left)))} on this machine"
+    console.print(f"[bold]msattn demo: {len(left)} steps on {cfg.model.name}{total}[/bold]", highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for command in chosen:
+        table.add_row(command, times.get(command, "finished"), STEPS[command])
+    console.print(table)
+    hint = "steps=[train-gate,eval] leaves the others out; Ctrl-C stops the demo, and resume=true continues it"
+    console.print(hint, markup=False, highlight=False)
+
+
+def _seconds_of_a_pass(cfg: Any) -> float | None:
+    """Returns how long the model takes for a chunk on the CPU; None on a GPU."""
+    import torch
+
+    from msattn.trainer import models
+    from msattn.trainer.models.tap import run_backbone
+
+    if models.resolve_device(cfg.device).type != "cpu":
+        return None
+    with activity("measuring the speed of this machine"), torch.inference_mode():
+        model = models.load(cfg.model, device="cpu", dtype=cfg.dtype).model
+        ids = torch.arange(cfg.data.seq_len)[None] % model.config.vocab_size
+        for _ in range(2):  # the first allocates
+            began = time.perf_counter()
+            run_backbone(model, ids)
+        return time.perf_counter() - began
 
 
 def _print_answers(rows: list[dict[str, Any]], scores: str, console: Console) -> None:

@@ -79,7 +79,11 @@ def _library(name: str, note: str = "") -> Check:
 
 
 def _install(name: str) -> str:
-    requirement = next(each for each in requires("msattn") or () if re.match(rf"{name}\b", each))
+    try:
+        required = requires("msattn") or []
+    except PackageNotFoundError:  # msattn runs from an unpacked tree
+        required = []
+    requirement = next((each for each in required if re.match(rf"{name}\b", each)), name)
     return f"pip install '{requirement.partition(';')[0]}'"
 
 

@@ -11,9 +11,9 @@ from msattn.trainer.commands.answers import (
     Clock,
     check_fits,
     describe,
+    find_served,
     format_number,
     generate_greedily,
-    load_served,
     tracked,
 )
 from msattn.trainer.commands.chat import chat as run_chat
@@ -30,10 +30,11 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     if chat:
         run_chat(cfg, prompt)
         return {}
-    served = load_served(cfg)
-    loaded = served.loaded
-    ids = encode_prompt(loaded.tokenizer, prompt, cfg.chat).to(loaded.model.device)
-    check_fits(loaded.model, ids.shape[1], cfg.max_new_tokens, "prompt")
+    served = find_served(cfg)
+    ids = encode_prompt(served.model.tokenizer, prompt, cfg.chat)
+    check_fits(served.model.config, ids.shape[1], cfg.max_new_tokens, "prompt")
+    loaded = served.model.load()
+    ids = ids.to(loaded.model.device)
     contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
     console, results = Console(), {}
     with attach(loaded.model, **served.options):

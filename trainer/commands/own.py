@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msattn.trainer.commands.compose import quoted
+from msattn.trainer.commands.compose import compose, quoted
 from msattn.trainer.config import ModelPresets
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.config.text_files import is_unicode, read_text, refused, text_files
@@ -20,7 +20,12 @@ ANSWERING = ("generate", "serve")
 # Presets of training on a CPU, by command: the key that a preset is the default of, and its value.
 CPU_PRESETS = {
     "train-gate": {"gate_steps": ("train.steps", 100), "gate_batch": ("train.batch_size", 2)},
+    "fit-kmeans": {
+        "kmeans_prompts": ("kmeans.num_prompts", 8),
+        "points_per_bucket": ("kmeans.points_per_bucket", 256),  # as Faiss does by default
+    },
     "train-qmodel": {
+        "qmodel_prompts": ("qmodel.num_prompts", 24),
         "qmodel_steps": ("train.steps", 1500),
         "qmodel_lr": ("train.lr", 1e-3),
         "qmodel_hidden": ("qmodel.hidden", 512),
@@ -36,8 +41,8 @@ def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] 
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
     found = []
     if model is not None:
-        packaged = model in packaged_models()
-        found += [f"model={model}"] if packaged else _model_overrides(model, command) + _on_cpu(command, overrides)
+        found += [f"model={model}"] if model in packaged_models() else _model_overrides(model, command)
+    found += _on_cpu(command, found, overrides)
     if data is not None:
         text_files("--data", data)
         found += ["data=text", f"data.path={_quoted(data)}"]
@@ -76,16 +81,38 @@ def _model_overrides(model: str, command: str) -> list[str]:
     ]
 
 
-def _on_cpu(command: str, overrides: Sequence[str]) -> list[str]:
-    """Returns smaller presets for training on a CPU, where the usual ones would take days, and prints them."""
-    given = dict(each.split("=", 1) for each in overrides if "=" in each)
-    presets = {name: value for name, (key, value) in CPU_PRESETS.get(command, {}).items() if key not in given}
-    if not presets or not _is_cpu(given.get("device", "auto")):
+def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Returns smaller presets for training on a CPU, where the usual ones would take days, and prints them.
+
+    The model is that of the overrides ``of_model``, or of ``model=``. The embedded model, experiments and sweeps over models
+    have sizes of their own.
+    """
+    given = dict(each.split("=", 1) for each in [*of_model, *overrides] if "=" in each)
+    model, presets = (
+        given.get("model", "tiny"),
+        {
+            name: value
+            for name, (key, value) in CPU_PRESETS.get(command, {}).items()
+            if key not in given and f"model.presets.{name}" not in given
+        },
+    )
+    if not presets or model == "tiny" or "," in model or "experiment" in given or not _is_cpu(given.get("device", "auto")):
         return []
-    default = ModelPresets()
-    values = ", ".join(f"{name}={value} instead of {getattr(default, name)}" for name, value in presets.items())
+    usual = compose(command, of_model or [f"model={model}"]).model.presets
+    presets = {name: value for name, value in presets.items() if _lighter(name, value, getattr(usual, name))}
+    if not presets:
+        return []
+    values = ", ".join(
+        f"{name}={value} instead of {'all' if (before := getattr(usual, name)) is None else before}"
+        for name, value in presets.items()
+    )
     print_once(f"on a CPU, so model.presets has {values}")
     return [f"model.presets.{name}={value}" for name, value in presets.items()]
+
+
+def _lighter(name: str, value: float, usual: float | None) -> bool:
+    """Returns True if a preset saves time; a learning rate goes with fewer steps."""
+    return usual is None or (value > usual if name == "qmodel_lr" else value < usual)
 
 
 def _is_cpu(device: str) -> bool:
@@ -129,9 +156,9 @@ def _positions(model: str) -> Any:
     files = ModelFiles(name, local or model)
     if files.gguf is None:
         return files.config().get("max_position_embeddings")
-    from msattn.trainer.models.gguf import gguf_metadata
+    from msattn.trainer.models.gguf import gguf_header
 
-    metadata, _ = gguf_metadata(files.gguf, name)
+    metadata = gguf_header(files.gguf, name).metadata
     return metadata.get(f"{metadata['general.architecture']}.context_length")
 
 

@@ -63,14 +63,17 @@ def check_key(api_key: str | None) -> None:
 
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
-    from msattn.trainer.commands.answers import describe, load_served, tracked
-    from msattn.trainer.models import load
+    from msattn.trainer import models
+    from msattn.trainer.commands.answers import describe, find_served, tracked
     from msattn.trainer.models.chat import around_prompt
     from msattn.trainer.serving.attach import attach
+    from msattn.trainer.serving.engines.http.cache import check_limits
 
-    served = None if cfg.dense else load_served(cfg)
-    loaded = served.loaded if served else load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed, dense=True)
-    around_prompt(loaded.tokenizer, None)  # the chat template renders a message, within limits of time and memory
+    served, options = None if cfg.dense else find_served(cfg), {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed}
+    described = served.model if served else models.describe(cfg.model, **options, dense=True)
+    around_prompt(described.tokenizer, None)  # the chat template renders a message, within limits of time and memory
+    check_limits(described.config, cfg.server)
+    loaded = described.load()
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
     with (
         report(lambda: ""),  # from here on, no lines about the elapsed time

@@ -89,6 +89,7 @@ class ModelConfig:
     trust_remote_code: Flag = key(
         "run Python code from the model's files, e.g. a tokenizer's; false: refuse such models", default=False
     )
+    cache: Text | None = key("folder where unpacked GGUF files are kept for later runs; null: nowhere", default=None)
     obtained_by: Text | None = key("how to get the model if its path does not exist, for the error message", default=None)
     rope_scaling: dict[str, Any] | None = key(
         "replaces the model's RoPE parameters, e.g. {rope_type: yarn, factor: 4.0}", default=None
@@ -99,6 +100,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         folder_name("model.name", self.name)
         require(bool(self.path.strip()), "model.path", self.path, "expected a Hub id, a folder, a GGUF file, or embedded")
+        require(self.cache is None or bool(self.cache.strip()), "model.cache", repr(self.cache), "expected null, or a folder")
         ok = self.init == "pretrained" or self.architecture is not None
         require(ok, "model.init", self.init, "random needs model.architecture, which the files of conf/model/ have")
 

@@ -26,6 +26,8 @@ LOSSES = ("mse", "kl", "smooth_l1")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
 MAX_MTA_HEAD_SIZE = 256
 AUTO = "auto"
+# The members of transformers.SchedulerType that need only a number of steps.
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 
 StepsOrZero = Annotated[Int, Interval(ge=0, le=10**7)]
 Batch = Annotated[Int, Interval(ge=1, le=65536)]
@@ -52,9 +54,7 @@ class TrainConfig:
     micro_batch_size: Annotated[Text, OneOf((AUTO,))] | Batch = key(
         "chunks per forward pass on one device; auto: as many as increase the speed and fit in memory", default=AUTO
     )
-    schedule: Text = key(
-        "learning rate schedule, a transformers.SchedulerType such as cosine, linear, constant", default="cosine"
-    )
+    schedule: Annotated[Text, OneOf(SCHEDULES)] = key("learning rate schedule, as transformers.SchedulerType", default="cosine")
     warmup_steps: StepsOrZero = key("optimizer steps of linear warm-up", default=0)
     weight_decay: Annotated[Number, Interval(ge=0, le=1000)] = key("weight decay of AdamW", default=0.0)
     max_grad_norm: Annotated[Number, Interval(ge=0, le=10**9)] = key(
@@ -75,6 +75,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         size, accepted = self.batch_size, f"expected a multiple of train.micro_batch_size={self.micro_batch_size}"
         require(size % self.least_micro_batch == 0, "train.batch_size", size, accepted)
+        require(
+            self.warmup_steps <= self.steps,
+            "train.warmup_steps",
+            self.warmup_steps,
+            f"expected at most train.steps={self.steps}",
+        )
 
     @property
     def least_micro_batch(self) -> int:

@@ -33,7 +33,7 @@ from msattn.trainer.methods.thresholds import (
 )
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_spans
 from msattn.trainer.models.families import check_length
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.storage.hashes import file_hash
 
@@ -88,12 +88,20 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
             each.router.thresholds.density(share)
 
 
-def calibration_chunks(cfg: EvalRunConfig, loaded: Loaded, number: int) -> list[dict[str, Any]]:
+def is_needed(methods: Compared, cfg: EvalRunConfig) -> bool:
+    """Returns True if a measurement of this module reads training text."""
+    routings = methods.bucket_routings
+    unknown = any(each.router.predicts_attention and each.router.thresholds is None for each in routings)
+    blocks = reads(cfg, "blocks") and any(each.scorer is None and _lacks(each) for each in methods.block_selections)
+    return blocks or bool(cfg.all_keys and unknown) or bool(cfg.eval.key_shares and routings)
+
+
+def calibration_chunks(cfg: EvalRunConfig, model: Described | Loaded, number: int) -> list[dict[str, Any]]:
     """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates."""
-    check_length(loaded.model.config, cfg.data.seq_len)
+    check_length(model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
     text = replace(cfg.data, needles=cfg.model.presets.needles)
-    chunks = data.chunks(text, loaded.tokenizer, seed=cfg.seed, num_chunks=number)
+    chunks = data.chunks(text, model.tokenizer, seed=cfg.seed, num_chunks=number)
     return [chunks[i] for i in range(len(chunks))]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
@@ -22,7 +22,7 @@ from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.loading import LOADERS, ROUTER_KINDS
 
@@ -171,6 +171,14 @@ class Compared:
     notes: list[str] = field(default_factory=list)  # for the reader, e.g. a missing artifact and the command that creates it
     read: list[artifacts.Artifact] = field(default_factory=list)
 
+    def on(self, loaded: Loaded) -> "Compared":
+        """Moves the methods to the device of a model, and returns them with a note for each artifact of other weights."""
+        for module in (*(each.gate for each in self.block_selections), *(each.router for each in self.bucket_routings)):
+            if module is not None:
+                module.to(loaded.model.device)
+        warnings = [artifacts.check_model(each.manifest, loaded.fingerprint, strict=False) for each in self.read]
+        return replace(self, notes=[*self.notes, *filter(None, warnings)])
+
     def with_independent(self, wanted: bool) -> "Compared":
         """Returns the methods and, if ``wanted``, after each routing the same with separate buckets for each query head."""
         kinds = (False, True) if wanted else (False,)
@@ -190,24 +198,26 @@ class Compared:
         return [*self.prefill_cases(model, sparsities), *routed]
 
 
-def find_compared(cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds untrained methods."""
+def find_compared(cfg: EvalRunConfig, model: Described | Loaded) -> Compared:
+    """Loads the artifacts of ``cfg.artifacts`` and of this model and name that a task reads, and adds untrained methods.
+
+    All are on the CPU, and only compared with the configuration of the model; see :meth:`Compared.on`.
+    """
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
     found: list[tuple[_Path, Any]] = []
     for each in paths:
         module = LOADERS[each.kind](each.path)
         assert module.artifact is not None
-        if warning := artifacts.check_model(module.artifact.manifest, loaded.fingerprint, strict=False):
-            notes.append(warning)
+        artifacts.check_model(module.artifact.manifest, model.fingerprint, strict=False)
         label = f"{each.kind} ({each.source})" if each.source else each.kind
         manifests[label] = {"path": str(each.path), **module.artifact.manifest}
         if getattr(module, "routing_warning", None):
             notes.append(f"{label} {each.path}: {module.routing_warning}")
-        found.append((each, module.to(loaded.model.device)))
+        found.append((each, module))
     read = [module.artifact for _, module in found]
     routings = _bucket_routings(cfg, found)
-    routings += _untrained_routings(cfg, routings, loaded.model)
+    routings += _untrained_routings(cfg, routings, model.config)
     return Compared(_block_selections(cfg, found), routings, manifests, notes, read)
 
 
@@ -273,7 +283,7 @@ def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list
     return methods
 
 
-def _untrained_routings(cfg: EvalRunConfig, trained: list[ComparedRouting], model: PreTrainedModel) -> list[ComparedRouting]:
+def _untrained_routings(cfg: EvalRunConfig, trained: list[ComparedRouting], config: PreTrainedConfig) -> list[ComparedRouting]:
     """Returns ``eval.routers``, with the number of buckets, the layers and the dense window of the first trained routing.
 
     Without one, they use the number of buckets of ``model.presets`` and route all served layers.
@@ -282,10 +292,10 @@ def _untrained_routings(cfg: EvalRunConfig, trained: list[ComparedRouting], mode
         return []
     like = trained[0] if trained else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
-    layers = like.router.layers if like else models.served_layers(model.config)
+    layers = like.router.layers if like else models.served_layers(config)
     found = []
     for name in cfg.eval.routers:
-        router = untrained_router(name).for_model(model.config, buckets, layers, cfg.seed).to(model.device)
+        router = untrained_router(name).for_model(config, buckets, layers, cfg.seed)
         same = replace(like, method=router.method, router=router, keys=None) if like else None
         found.append(same or ComparedRouting.configured(router.method, router, cfg))
     return found

@@ -24,14 +24,14 @@ from msattn.trainer.storage.replace import clean_up, replace_folder
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.compared import Compared
     from msattn.trainer.evaluate.job import Job
-    from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.models.loading import Described
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
     """Runs the tasks of ``cfg.eval`` and writes ``outputs/<model>/<name>/eval``: tables, figures and ``report.html``.
 
     An earlier folder is renamed to ``eval-<time it was written>``, or deleted with ``overwrite=true``. Artifacts, text, lengths
-    and settings that do not fit raise UserError before the first task runs.
+    and settings that do not fit raise UserError before the weights are read.
     """
     folder = cfg.folder / "eval"
     _clear_leftovers(folder)
@@ -51,12 +51,16 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     if cfg.data.source is None and reads_data(cfg):
         library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
         print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
-    found = compared.find_compared(cfg, loaded)
-    _check_sizes(cfg, loaded, found)
+    found = compared.find_compared(cfg, described)
+    _check_sizes(cfg, described, found)
     modules = {task: task_module(task) for task in cfg.eval.tasks}
-    prepared = {task: module.prepare(cfg, loaded) for task, module in modules.items() if hasattr(module, "prepare")}
+    prepared = {task: module.prepare(cfg, described) for task, module in modules.items() if hasattr(module, "prepare")}
+    if calibration.is_needed(found, cfg):
+        calibration.calibration_chunks(cfg, described, 1)
+    loaded = described.load()
+    found = found.on(loaded)
     # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
     kept = PartialRows(folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume)
     found = calibration.calibrate_selections(found, cfg, loaded)
@@ -122,19 +126,19 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     return [row.extra.get("benchmark", ""), f"{length}x{batch}" if batch > 1 else f"{length}"]
 
 
-def _check_sizes(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
-    """Raises UserError, before the first task runs, for lengths and probes that a later task would refuse."""
+def _check_sizes(cfg: EvalRunConfig, model: "Described", found: "Compared") -> None:
+    """Raises UserError, before the weights are read, for lengths and probes that a later task would refuse."""
     from msattn.trainer.models.families import check_length
 
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_sizes", None):
-            check(cfg, loaded, found)
+            check(cfg, model, found)
     for task in cfg.eval.tasks:
         section = getattr(cfg.eval, task)
         if record(task).fits_positions:
             for length in lengths_of(section):
                 answered = length + getattr(section, "tokens", 0)
-                check_length(loaded.model.config, answered, f"length={answered} of eval.{task}")
+                check_length(model.config, answered, f"length={answered} of eval.{task}")
         for routing in found.bucket_routings:
             routing.settings(getattr(section, "probes", []))
 

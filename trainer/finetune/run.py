@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig
@@ -59,9 +59,10 @@ def finetune(cfg: FinetuneConfig) -> Path:
     folder = cfg.folder / "model"
     _check_folders(cfg, folder)
     gate = _load_gate(cfg) if cfg.sparse else None
-    loaded = _load_model(cfg, gate)
-    chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    described = _describe_model(cfg, gate)
+    chunks, heldout = data.training_chunks(cfg.data, described.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size * (1 - cfg.tasks))
+    loaded = _load_model(described, gate)
     dtype = models.resolve_dtype(cfg.dtype, loaded.model.device)
     tuner = FineTuner(loaded.model.requires_grad_(True), gate, cfg.select, gate_weight=cfg.gate_weight, dtype=dtype)
     if cfg.train.activation_checkpointing:
@@ -90,20 +91,28 @@ def finetune(cfg: FinetuneConfig) -> Path:
     return folder
 
 
-def _load_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Loaded:
-    """Loads the model with fp32 weights, checks that it can be trained here, and moves ``gate`` to its device."""
+def _describe_model(cfg: FinetuneConfig, gate: Gate | None) -> models.Described:
+    """Reads what is known of the model before its weights, and checks that it can be trained here, with ``gate``."""
     device = models.resolve_device(cfg.device)
     _check_fsdp(cfg, device)
     # Random weights are drawn in the same dtype as by msattn train-gate, so they are equal; checkpoints are read in fp32.
     dtype = cfg.dtype if cfg.model.init == "random" else "float32"
-    loaded = models.load(cfg.model, device=cfg.device, dtype=dtype, seed=cfg.seed)
+    described = models.describe(cfg.model, device=cfg.device, dtype=dtype, seed=cfg.seed)
+    models.check_length(described.config, cfg.data.seq_len)
+    _check_memory(cfg, described.config, device)
+    if gate is not None and gate.artifact is not None:
+        artifacts.check_model(gate.artifact.manifest, described.fingerprint, strict=False)
+    return described
+
+
+def _load_model(described: models.Described, gate: Gate | None) -> models.Loaded:
+    """Loads the model with fp32 weights, for which ``gate`` must have been trained, and moves that to its device."""
+    loaded = described.load()
     loaded.model.float()
-    models.check_length(loaded.model.config, cfg.data.seq_len)
-    _check_memory(cfg, loaded.model, device)
     if gate is not None:
         assert gate.artifact is not None
         artifacts.check_model(gate.artifact.manifest, loaded.fingerprint)
-        gate.to(device).requires_grad_(True)
+        gate.to(loaded.model.device).requires_grad_(True)
     return loaded
 
 
@@ -187,13 +196,15 @@ def _check_fsdp(cfg: FinetuneConfig, device: torch.device) -> None:
         )
 
 
-def _check_memory(cfg: FinetuneConfig, model: PreTrainedModel, device: torch.device) -> None:
-    """Raises UserError, before the first step, if weights and optimizer state exceed the memory of the GPU."""
+def _check_memory(cfg: FinetuneConfig, config: PreTrainedConfig, device: torch.device) -> None:
+    """Raises UserError, before the weights are read, if weights and optimizer state exceed the memory of the GPU."""
     if device.type != "cuda":
         return
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     ranks = num_ranks()
     replicated = BYTES_PER_PARAMETER + (DDP_BYTES_PER_PARAMETER if ranks > 1 else 0)
-    needed = model.num_parameters() * (BYTES_PER_PARAMETER / ranks if cfg.train.fsdp else replicated)
+    needed = parameters * (BYTES_PER_PARAMETER / ranks if cfg.train.fsdp else replicated)
     memory = torch.cuda.get_device_properties(device).total_memory
     if needed > memory:
         raise UserError(
@@ -216,8 +227,6 @@ def _write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, folder: Path, facts: dict[str, Any]
 ) -> None:
     """Writes ``model`` in ``dtype``; an error leaves no partial folder."""
-    from transformers import AutoModelForCausalLM
-
     state = PartialState()
     weights = gather_weights(model, dtype, keep=state.is_main_process)
     if state.is_main_process:

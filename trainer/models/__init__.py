@@ -23,4 +23,5 @@ from msattn.trainer.models.families import (
     text_config,
 )
 from msattn.trainer.models.identity import fingerprint
-from msattn.trainer.models.loading import EMBEDDED, Loaded, load, no_progress_bar, random_config
+from msattn.trainer.models.loading import EMBEDDED, Described, Loaded, describe, load, random_config
+from msattn.trainer.models.unpacked import no_progress_bar

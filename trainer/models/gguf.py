@@ -3,9 +3,12 @@
 import json
 import struct
 from collections.abc import Mapping
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from msattn.trainer.errors import UserError, first_line
@@ -18,17 +21,30 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'msattn[gguf]'"
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions build other tokenizers
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-STATED = (  # a default of transformers would be another model's
-    *("max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
-    *("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta"),
-)
-LEFT_OUT = {  # each architecture's metadata that transformers ignores
+STATED = {  # metadata that every file must have, and its names in config.json: defaults would be another model's
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+OPTIONAL = {
     "attention.key_length": "head_dim",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 ENDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))  # of a text, a turn, a message
+TOKENS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.unknown_token_id": "unk_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+ALIGNMENT = "general.alignment"  # of the place where the tensors begin
 GEMMA2_27B = 46  # layers: its scores are divided by the root of hidden size over heads, which files do not state
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of RoPE's frequencies: all that a file says of Llama 3.1's RoPE
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -37,40 +53,62 @@ SPLITS = ("gpt-2", "smollm", "qwen2", "deepseek-r1-qwen", *WHOLE)
 OF_DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError, AttributeError, struct.error)
 
 
-def gguf_metadata(path: Path, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the metadata of a file, with lists of texts replaced by their lengths, and the names of its tensors.
+class Header(NamedTuple):
+    """What a file holds before its weights: metadata, with lists of texts replaced by their lengths, and places of tensors."""
 
-    Raises UserError, which begins with ``where``, if a package is missing or too old, if the file is damaged or only a part of
-    a model, or if transformers would misread its architecture, RoPE or tokenizer.
+    metadata: dict[str, Any]
+    places: dict[str, tuple[int, int]]  # first byte of a tensor in the file, and the one after its last
+
+
+def gguf_header(path: Path, where: str) -> Header:
+    """Reads the header of a file, in a fraction of a second.
+
+    Raises UserError, which begins with ``where``, if a package is missing or too old, if the file is damaged, cut off or only a
+    part of a model, or if transformers would misread its architecture, RoPE or tokenizer.
     """
     check_regular(path, where)
     _check_packages(where)
-    from transformers.integrations.gguf import read_gguf_metadata
+    from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+
+    # The public functions refuse types of weights that the loader accepts; llama.cpp's package takes ten seconds.
+    from transformers.integrations.gguf.reader import _read_metadata, _read_tensor_table
 
     try:
-        metadata, names = read_gguf_metadata(str(path))
+        content = np.memmap(path, mode="r", dtype=np.uint8)
+        metadata, count, table = _read_metadata(content, str(path))
+        tensors, end = _read_tensor_table(content, count, table)
+        alignment = metadata.get(ALIGNMENT, GGUF_DEFAULT_ALIGNMENT)
+        data, places = -(-end // alignment) * alignment, {}
+        for name, shape, kind, offset in tensors:
+            values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            places[name] = (data + offset, data + offset + prod(shape) // values * size)
+        last = max(end for _, end in places.values())
+        if last > len(content):
+            raise ValueError(f"its tensors end at byte {last:,} of {len(content):,}")
     except OF_DAMAGE as error:
         raise UserError(f"{where}: damaged, cut off, or no GGUF file ({first_line(error)})") from error
     if reason := _refusal(metadata):
         raise UserError(f"{where}: {reason}")
-    return metadata, names
+    return Header(metadata, places)
 
 
 def gguf_config(path: Path, where: str) -> dict[str, Any]:
-    """Returns the keys of ``config.json`` for a GGUF file; their values are not checked."""
-    from transformers import PreTrainedConfig
-
-    metadata, names = gguf_metadata(path, where)
+    """Returns the keys of ``config.json`` for a GGUF file, from its header alone; their values are not checked."""
+    metadata, places = gguf_header(path, where)
     architecture = metadata["general.architecture"]
     own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
     try:
-        document, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
-        document["model_type"] = ARCHITECTURES[architecture]
-        document |= {name: own[key] for key, name in LEFT_OUT.items() if key in own}
-        document["eos_token_id"] = [metadata[key] for key in ENDS if key in metadata] or None
-        for name in STATED:
+        stated = STATED | (WINDOW if architecture.startswith("gemma") else {})
+        document = {name: own[key] for key, name in (stated | OPTIONAL | TOKENS).items() if key in own}
+        for key, name in stated.items():
             if name not in document:
-                raise ValueError(f"it does not state {name}")
+                raise ValueError(f"it does not state {architecture}.{key}")
+        document["model_type"] = ARCHITECTURES[architecture]
+        document["eos_token_id"] = [metadata[key] for key in ENDS if key in metadata] or None
+        document["vocab_size"] = own.get("vocab_size", metadata["tokenizer.ggml.tokens"])
+        document["tie_word_embeddings"] = "output.weight" not in places
+        if architecture == "llama" and "rope.dimension_count" in own:
+            document.setdefault("head_dim", own["rope.dimension_count"])
         size = document.get("head_dim") or document["hidden_size"] // document["num_attention_heads"]
         if (rotated := own.get("rope.dimension_count", size)) != size:
             raise UserError(f"{where}: {architecture}.rope.dimension_count={rotated}: expected {size}, the channels of a head")
@@ -78,8 +116,10 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
             large = (architecture, document["num_hidden_layers"]) == ("gemma2", GEMMA2_27B)
             heads = document["num_attention_heads"]
             document["query_pre_attn_scalar"] = document["hidden_size"] // heads if large else document["head_dim"]
-        if ROPE_FACTORS in names:
-            document["rope_scaling"] = _llama3_rope(path, document["rope_theta"], where)
+        if ROPE_FACTORS in places:
+            begin, end = places[ROPE_FACTORS]
+            factors = np.fromfile(path, np.float32, count=(end - begin) // 4, offset=begin)
+            document["rope_scaling"] = _llama3_rope(torch.from_numpy(factors), document["rope_theta"], where)
         elif own.get("rope.scaling.type") == "linear":
             document["rope_scaling"] = {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
     except UserError:
@@ -90,7 +130,7 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
 
 
 def gguf_tokenizer(path: Path) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of a file that :func:`gguf_metadata` accepts, with its chat template; damage raises any error."""
+    """Returns the tokenizer of a file that :func:`gguf_header` accepts, with its chat template; damage raises any error."""
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
@@ -108,10 +148,10 @@ def check_tensors(path: Path, config: "PreTrainedConfig", where: str) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-    _, names = gguf_metadata(path, where)
+    _, places = gguf_header(path, where)
     with torch.device("meta"):
         taken = get_gguf_hf_weights_map(AutoModelForCausalLM.from_config(config), TensorProcessor())
-    if left_over := sorted({*names} - {*taken, ROPE_FACTORS}):
+    if left_over := sorted({*places} - {*taken, ROPE_FACTORS}):
         raise UserError(f"{where}: by its metadata the model has no {', '.join(left_over[:3])}, which the file has")
 
 
@@ -141,22 +181,18 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
 def _check_packages(where: str) -> None:
     import transformers
 
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"{where}: the package gguf, which reads GGUF files, is not installed; {INSTALL}") from error
+    if find_spec("gguf") is None:
+        raise UserError(f"{where}: the package gguf, which reads GGUF files, is not installed; {INSTALL}")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_NEEDED:
         needed = ".".join(map(str, TRANSFORMERS_NEEDED))
         raise UserError(f"{where}: needs transformers {needed} or newer, {transformers.__version__} is installed; {INSTALL}")
 
 
-def _llama3_rope(path: Path, base: float, where: str) -> dict[str, Any]:
-    """Returns the parameters of Llama 3.1's RoPE, if the divisors in the file are those of it."""
-    from gguf.gguf_reader import GGUFReader
+def _llama3_rope(found: torch.Tensor, base: float, where: str) -> dict[str, Any]:
+    """Returns the parameters of Llama 3.1's RoPE, if the divisors ``found`` in the file are those of it."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    (found,) = (torch.tensor(tensor.data) for tensor in GGUFReader(path).tensors if tensor.name == ROPE_FACTORS)
     scaling = {"rope_type": "llama3", "factor": found.max().item(), **LLAMA3}
     config = LlamaConfig(head_dim=2 * len(found), rope_parameters={**scaling, "rope_theta": base})
     plain = base ** -(torch.arange(len(found)) / len(found))

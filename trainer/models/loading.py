@@ -1,8 +1,8 @@
 """Loading of language models and tokenizers, from checkpoints or with random weights."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from msattn.trainer.models.checkpoint import check_loaded, checked_weights
 from msattn.trainer.models.devices import resolve_device, resolve_dtype
 from msattn.trainer.models.ends import unite_end_tokens
 from msattn.trainer.models.families import FAMILIES, check_supported, family_of, text_config
-from msattn.trainer.models.identity import fingerprint
+from msattn.trainer.models.identity import config_fingerprint, fingerprint
 from msattn.trainer.models.rope import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
+from msattn.trainer.models.unpacked import in_turn, keep, no_progress_bar, unpacked_folder
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.model_files import ModelFiles, local_model
 
@@ -39,30 +40,65 @@ class Loaded:
     tokenizer: "PreTrainedTokenizerBase"
     fingerprint: dict[str, Any]
 
+    @property
+    def config(self) -> "PreTrainedConfig":
+        return self.model.config
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model before its weights are read: whatever configuration and tokenizer decide is checked first.
+
+    ``fingerprint`` is without hashes of weights and tokenizer, ``load`` reads the weights.
+    """
+
+    config: "PreTrainedConfig"
+    tokenizer: "PreTrainedTokenizerBase"
+    fingerprint: dict[str, Any]
+    load: Callable[[], Loaded]
+
 
 def load(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0, dense: bool = False) -> Loaded:
     """Loads the model that ``model.*`` describes, frozen and in eval mode.
 
-    Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError if ``model.path``
-    cannot be loaded, the architecture is not supported (``dense``: as in :func:`check_supported`), weights are missing, there
-    is no GPU or its memory is too small.
+    Equal seeds, device types and dtypes give equal weights with ``model.init=random``. Raises UserError like :func:`describe`,
+    if weights are missing, or if the memory of the GPU is too small.
     """
-    with activity(f"loading the model {cfg.name}"):
+    return describe(cfg, device=device, dtype=dtype, seed=seed, dense=dense).load()
+
+
+def describe(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", seed: int = 0, dense: bool = False) -> Described:
+    """Reads the configuration and the tokenizer of the model that ``model.*`` describes.
+
+    Raises UserError if ``model.path`` cannot be read, the architecture is not supported (``dense``: as in
+    :func:`check_supported`), or there is no GPU.
+    """
+    with activity(f"reading the tokenizer of {cfg.name}"):
         target, files = resolve_device(device), _files(cfg)
-        torch_dtype, random = resolve_dtype(dtype, target), cfg.init == "random"
-        config, tokenizer = config_and_tokenizer(cfg, files, dense=dense)
+        torch_dtype, unpacked = resolve_dtype(dtype, target), None
+        if files.gguf is not None and cfg.cache is not None and cfg.init == "pretrained":
+            unpacked = unpacked_folder(files.gguf, cfg.cache, torch_dtype)
+        config, tokenizer = config_and_tokenizer(cfg, files, unpacked, dense=dense)
         of_template = answer_end(tokenizer)
-        try:
-            if random:
-                model = _random(config, target, torch_dtype, seed)
-            else:
-                model = _pretrained(files, config, target, torch_dtype, cfg.trust_remote_code)
-        except torch.OutOfMemoryError as error:
-            raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
-        model.eval().requires_grad_(False)
-        unite_end_tokens(model, tokenizer, of_template)
-        revision = None if random else cfg.revision
-        return Loaded(model, tokenizer, fingerprint(model, tokenizer, id=_public_id(cfg, files, seed), revision=revision))
+    identity = {"id": _public_id(cfg, files, seed), "revision": None if cfg.init == "random" else cfg.revision}
+
+    def load() -> Loaded:
+        with activity(f"loading the model {cfg.name}"):
+            try:
+                if cfg.init == "random":
+                    model = _random(config, target, torch_dtype, seed)
+                elif unpacked is not None:
+                    model = _unpacked(unpacked, files, config, tokenizer, target, torch_dtype)
+                else:
+                    model = _pretrained(files, config, target, torch_dtype, cfg.trust_remote_code)
+            except torch.OutOfMemoryError as error:
+                raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
+            model.config.name_or_path = config.name_or_path
+            model.eval().requires_grad_(False)
+            unite_end_tokens(model, tokenizer, of_template)
+            return Loaded(model, tokenizer, fingerprint(model, tokenizer, **identity))
+
+    return Described(config, tokenizer, config_fingerprint(config, **identity), load)
 
 
 def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
@@ -75,15 +111,18 @@ def read_config(cfg: ModelConfig) -> "PreTrainedConfig":
 
 
 def config_and_tokenizer(
-    cfg: ModelConfig, files: ModelFiles | None = None, *, dense: bool = False
+    cfg: ModelConfig, files: ModelFiles | None = None, unpacked: Path | None = None, *, dense: bool = False
 ) -> "tuple[PreTrainedConfig, PreTrainedTokenizerBase]":
-    """Returns the configuration of a supported model and its tokenizer, without reading weights."""
+    """Returns the configuration of a supported model and its tokenizer, without reading weights.
+
+    The tokenizer of a GGUF file comes from ``unpacked``, the folder in which it is kept, if that exists.
+    """
     files = files or _files(cfg)
     config = random_config(cfg) if cfg.init == "random" else _config(files, cfg.trust_remote_code)
     if cfg.rope_scaling is not None:
         scale_rope(config, cfg.rope_scaling)
     check_supported(config, dense=dense)
-    tokenizer = _tokenizer(cfg, files, config)
+    tokenizer = _tokenizer(cfg, files, config, unpacked)
     tokens = max(len(tokenizer), *(1 + token for token in (*tokenizer.get_vocab().values(), *tokenizer(PROBE).input_ids)))
     if tokens > text_config(config).vocab_size:
         raise UserError(f"vocab_size={text_config(config).vocab_size}: the tokenizer has {tokens} tokens")
@@ -130,20 +169,6 @@ def _random(config: "PreTrainedConfig", device: torch.device, dtype: torch.dtype
 def _attention(config: "PreTrainedConfig") -> dict[str, str]:
     """Returns the attention implementation to use if transformers' default would not modify scores as the model does."""
     return {} if family_of(config).plain_scores else {"attn_implementation": "eager"}
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """Disables transformers' progress bar inside the context, for local files, which load and save in seconds."""
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _files(cfg: ModelConfig) -> ModelFiles:
@@ -201,11 +226,34 @@ def _pretrained(
     except (OSError, ValueError, RuntimeError, SafetensorError, *OF_QUANTIZERS) as error:
         raise files.error(error) from error
     check_loaded(files, model, info)
-    model.config.name_or_path = str(files.source)
+    if files.gguf is not None:
+        model.generation_config = own  # transformers leaves it out of a model from a GGUF file
     return model
 
 
-def _tokenizer(cfg: ModelConfig, files: ModelFiles, config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+def _unpacked(
+    folder: Path,
+    files: ModelFiles,
+    config: "PreTrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    device: torch.device,
+    dtype: torch.dtype,
+) -> "PreTrainedModel":
+    """Loads the model of a GGUF file from the ``folder`` in which it is kept, or from the file, and keeps it there."""
+    with nullcontext(True) if folder.is_dir() else in_turn(folder) as kept:
+        if folder.is_dir():
+            model = _pretrained(ModelFiles(f"{files.name}: unpacked in {folder}", folder), config, device, dtype, False)
+            model.generation_config = generation_config(files, config)
+            return model
+        model = _pretrained(files, config, device, dtype, False)
+        if kept:
+            keep(model, tokenizer, folder)
+    return model
+
+
+def _tokenizer(
+    cfg: ModelConfig, files: ModelFiles, config: "PreTrainedConfig", unpacked: Path | None
+) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, or the embedded model's for random weights without local tokenizer files.
 
     Random weights may have another architecture than the files.
@@ -215,4 +263,6 @@ def _tokenizer(cfg: ModelConfig, files: ModelFiles, config: "PreTrainedConfig") 
     absent = cfg.init == "random" and files.gguf is None and (files.folder is None or files.locate(VOCABULARY) is None)
     if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
+    if unpacked is not None and unpacked.is_dir():
+        return PreTrainedTokenizerFast.from_pretrained(unpacked)
     return load_tokenizer(files, None if cfg.init == "random" else config, cfg.trust_remote_code)

@@ -7,7 +7,7 @@ from annotated_types import Interval
 
 from msattn.trainer.errors import UserError, only_errors
 from msattn.trainer.models.config_keys import FileName
-from msattn.trainer.models.gguf import gguf_metadata, gguf_tokenizer
+from msattn.trainer.models.gguf import gguf_header, gguf_tokenizer
 from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
@@ -84,7 +84,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     if (path := files.gguf) is not None:
-        gguf_metadata(path, files.name)
+        gguf_header(path, files.name)
         limited(lambda: _there_and_back(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
         return gguf_tokenizer(path)
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):

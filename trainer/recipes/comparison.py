@@ -111,7 +111,7 @@ def _match(part: Part, job: Job, length: int) -> None:
     path = _asked_path(part, length)
     if path.exists():
         return
-    chunks = heldout_chunks(job, length, job.cfg.eval.perplexity.num_chunks)
+    chunks = heldout_chunks(job.cfg, job.loaded.tokenizer, length, job.cfg.eval.perplexity.num_chunks)
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     (selection,) = job.methods.block_selections
     found = [[share, asked_sparsity(selection, job.loaded, texts, share)] for share in part.shares]

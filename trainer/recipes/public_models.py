@@ -17,13 +17,14 @@ from shutil import copyfileobj, rmtree
 
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.errors import Fault, UserError, run_program
-from msattn.trainer.models import load, no_progress_bar
+from msattn.trainer.models import load
+from msattn.trainer.models.unpacked import save
 from msattn.trainer.progress import activity
 from msattn.trainer.recipes import argument_parser
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.storage.lock import locked
-from msattn.trainer.storage.replace import replace_file, replace_folder
+from msattn.trainer.storage.replace import replace_file
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ def bring(name: str, folder: Path) -> None:
                 _download(public, file)
         with activity(f"converting {name}"):
             loaded = load(ModelConfig(name=name, path=str(file)), device="cpu", dtype="float32")
-            with replace_folder(converted, resumes=False) as new, no_progress_bar():
-                loaded.model.save_pretrained(new)
-                loaded.tokenizer.save_pretrained(new)
+            save(loaded.model, loaded.tokenizer, converted)
     print(f"{name}: {converted}, unpacked from {file}")
 
 

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides])
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    found = compared.find_compared(cfg, loaded)
+    found = compared.find_compared(cfg, loaded).on(loaded)
     found = calibration.calibrate_selections(found, cfg, loaded)
     settings = [
         (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))

@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose("eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides])
     loaded, settings = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed), cfg.eval.analysis
-    found = compared.find_compared(cfg, loaded)
+    found = compared.find_compared(cfg, loaded).on(loaded)
     partition = next((each.router for each in found.bucket_routings if isinstance(each.router, KMeans)), None)
     if partition is None:
         raise UserError("artifacts.kmeans: no k-means; msattn fit-kmeans creates one")

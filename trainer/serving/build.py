@@ -45,7 +45,12 @@ class ModelInfo(NamedTuple):
     to_device: Callable[..., torch.device]  # moves modules to the model's device and returns the device
 
 
-def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, ModelWarning, stacklevel=6)  # at the caller's with statement
+
+
+def build_sparse(model: ModelInfo, options: AttachOptions, warn: Callable[[str], None] = _warn_once) -> Sparse:
     """Builds the sparse attention of a model of a supported family; raises UserError like :func:`msattn.attach`."""
     gate, qmodel, config = options.gate, options.qmodel, model.config
     require(model.dtype != torch.float64, "model.dtype", "float64", "expected float32, float16 or bfloat16")
@@ -54,8 +59,8 @@ def build_sparse(model: ModelInfo, options: AttachOptions) -> Sparse:
     selection, chosen = _selection(options, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
-    _check_artifacts(model, selection, router, strict=options.strict)
-    decoding = _decoding(router, options, config)
+    _check_artifacts(model, selection, router, warn, strict=options.strict)
+    decoding = _decoding(router, options, config, warn)
     shard = model.shard()
     if shard.ranks > 1:
         selection = _sharded(selection, chosen, shard)
@@ -88,14 +93,7 @@ def check_options(config: PreTrainedConfig, options: AttachOptions) -> None:
     """Raises UserError, like :func:`msattn.attach`, for options that do not work with a model with this configuration."""
     check_supported(config)
     functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ModelWarning)  # weights are compared where the model is served
-        build_sparse(ModelInfo(config, torch.float32, *functions), options)
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, ModelWarning, stacklevel=6)  # at the caller's with statement
+    build_sparse(ModelInfo(config, torch.float32, *functions), options, lambda message: None)  # serving warns
 
 
 def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | None, SelectConfig | None]:
@@ -117,16 +115,18 @@ def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | N
     return Selection.from_config(chosen, gate), chosen
 
 
-def _check_artifacts(model: ModelInfo, selection: Selection | None, router: Router | None, *, strict: bool) -> None:
+def _check_artifacts(
+    model: ModelInfo, selection: Selection | None, router: Router | None, warn: Callable[[str], None], *, strict: bool
+) -> None:
     """Raises UserError for a selection or artifacts that do not fit the model, and warns about doubtful ones."""
     gate = None if selection is None else selection.gate
     saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
     identity = model.fingerprint() if saved else {}
     for artifact in saved:
         if warning := artifacts.check_model(artifact.manifest, identity, strict=strict):
-            _warn_once(warning)
+            warn(warning)
     if router is not None and router.routing_warning:
-        _warn_once(router.routing_warning)
+        warn(router.routing_warning)
     if selection is not None:
         check_selection(selection, model.config)
 
@@ -147,7 +147,9 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
     return prefill_break_even(select.sparsity, device)
 
 
-def _decoding(router: Router | None, options: AttachOptions, config: PreTrainedConfig) -> dict[str, Any]:
+def _decoding(
+    router: Router | None, options: AttachOptions, config: PreTrainedConfig, warn: Callable[[str], None]
+) -> dict[str, Any]:
     """Returns the budget of a router, its layers that are not dense, and the numbers of first and last keys read besides.
 
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
@@ -165,7 +167,7 @@ def _decoding(router: Router | None, options: AttachOptions, config: PreTrainedC
     require(max(dense, default=0) <= last, "dense_layers", dense, f"expected 0 to {last}")
     budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
     if budget == Probes(router.num_buckets) and options.probes is options.keys is None:
-        _warn_once(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
+        warn(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
     return {"budget": budget, "layers": frozenset(router.layers).difference(dense), **numbers}
 
 

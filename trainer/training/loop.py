@@ -42,9 +42,6 @@ from msattn.trainer.training.checkpoints import (
 from msattn.trainer.training.distributed import StopConsensus
 from msattn.trainer.training.tracker import Tracker
 
-# The members of transformers.SchedulerType that need only a number of steps.
-_SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
-
 
 def fit(
     module: nn.Module,
@@ -186,10 +183,6 @@ class _Arguments(TrainingArguments):
 
 
 def _arguments(train: TrainConfig, checkpoints: Path, device: torch.device, seed: int, shard: str | None) -> _Arguments:
-    if train.schedule not in _SCHEDULES:
-        raise UserError(f"train.schedule={train.schedule}: expected {', '.join(_SCHEDULES)}")
-    if train.warmup_steps > train.steps:
-        raise UserError(f"train.warmup_steps={train.warmup_steps}: expected at most train.steps={train.steps}")
     on_gpu = device.type == "cuda"
     arguments = _Arguments(
         output_dir=str(checkpoints),

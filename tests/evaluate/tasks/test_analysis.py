@@ -258,4 +258,4 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
 def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
     cfg = replace(config(Path("unused"), "unused", analysis=AnalysisConfig(**changes)), recent=1024)
     with pytest.raises(UserError, match=message):
-        task.check_sizes(cfg, models.load(cfg.model, device="cpu"), Compared([], []))
+        task.check_sizes(cfg, models.describe(cfg.model), Compared([], []))

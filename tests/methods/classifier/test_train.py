@@ -1,6 +1,7 @@
 """`fit-kmeans` and `train-qmodel`: from text to artifacts, resuming, several ranks, and the cached targets."""
 
 import gc
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from msattn.trainer import artifacts, models
+from msattn.trainer import artifacts, models, progress
 from msattn.trainer.config import ArtifactsConfig, QModelConfig, TrainQModelConfig
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.budgets import KeyThresholds
@@ -102,6 +103,20 @@ def test_trained_routing_beats_kmeans_routing(trained: Path) -> None:
     lines = metrics_lines(trained / "toy" / "base" / "runs" / "qmodel" / "layers_0-1")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]
+
+
+def test_the_first_prompt_tells_how_long_the_whole_command_takes(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    duration = r"\d+:\d\d"
+    for_kmeans, for_qmodel = configs(text, tmp_path)
+    fit_kmeans(for_kmeans)
+    parts = f"4 prompts {duration}, k-means of 4 heads {duration}"
+    assert len(re.findall(f"msattn: fit-kmeans takes about {duration} in all: {parts}\n", capsys.readouterr().err)) == 1
+    train_qmodel(for_qmodel)
+    parts = f"8 prompts and calibration {duration}, 30 steps of 2 layers {duration}"
+    assert len(re.findall(f"msattn: train-qmodel takes about {duration} in all: {parts}\n", capsys.readouterr().err)) == 1
 
 
 def test_a_classifier_that_routes_worse_than_its_kmeans_warns(text: Path, trained: Path, tmp_path: Path) -> None:

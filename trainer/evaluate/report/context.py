@@ -7,10 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msattn.trainer.version import __version__
+
 if TYPE_CHECKING:
     import torch
 
-PACKAGES = ("msattn", "torch", "triton", "transformers", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "numpy")
 CPU_NOTE = "CPU times say nothing about GPUs: on a CPU each operation runs as its reference in plain PyTorch."
 MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # keys of an artifact's manifest that a result repeats
 
@@ -36,7 +38,9 @@ def context(
     from importlib.metadata import distributions, version
 
     installed = {distribution.metadata["Name"] for distribution in distributions()}
-    versions = {"python": platform.python_version()} | {name: version(name) for name in PACKAGES if name in installed}
+    versions = {"msattn": __version__, "python": platform.python_version()} | {
+        name: version(name) for name in PACKAGES if name in installed
+    }
     artifacts = {kind: {key: manifest[key] for key in MANIFEST_KEYS if key in manifest} for kind, manifest in manifests.items()}
     return Context(title, _machine(device), versions, _commit(), config, artifacts, notes)
 

@@ -36,7 +36,7 @@ from msattn.trainer.evaluate.tasks.timing import (
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
 from msattn.trainer.serving.attach import Sparse
@@ -96,7 +96,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
     probes, buckets = cfg.probes or 0, cfg.model.presets.num_buckets
     if not methods.bucket_routings and probes > buckets:
         raise UserError(f"probes={probes}: expected 0 to {buckets}, the number of buckets (model.presets.num_buckets)")

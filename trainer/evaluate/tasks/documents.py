@@ -16,7 +16,7 @@ from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import TOKENS, Task
 from msattn.trainer.evaluate.tasks.perplexity import COLUMNS, above_dense, compare
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 
 
 def run(job: Job) -> list[EvalRow]:
@@ -32,9 +32,9 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
     """Raises UserError if no held-out document is long enough."""
-    if next(beginnings(cfg, loaded.tokenizer), None) is None:
+    if next(beginnings(cfg, model.tokenizer), None) is None:
         settings = cfg.eval.documents
         name = "lengths" if settings.min_tokens is None else "min_tokens"
         raise UserError(f"eval.documents.{name}={settings.least_tokens}: no held-out document has as many tokens")

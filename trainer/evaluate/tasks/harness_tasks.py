@@ -20,7 +20,7 @@ from msattn.trainer.data.hub import PARQUET_BRANCH, load_failures
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.families import check_length
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -46,7 +46,7 @@ class TaskSamples(NamedTuple):
     benchmark: str
 
 
-def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
+def load_samples(cfg: EvalRunConfig, model: Described | Loaded) -> list[TaskSamples]:
     """Returns the samples of ``eval.harness.tasks``, by task and length, with their data.
 
     Raises UserError if lm_eval is not installed, a length exceeds the model's positions, a task is unknown or damaged, its data
@@ -55,9 +55,9 @@ def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     """
     settings = cfg.eval.harness
     for length in settings.lengths:
-        check_length(loaded.model.config, length, f"eval.harness.lengths={length}")
-    around_prompt(loaded.tokenizer, cfg.chat)
-    end_of_text(loaded.tokenizer, "eval.harness")
+        check_length(model.config, length, f"eval.harness.lengths={length}")
+    around_prompt(model.tokenizer, cfg.chat)
+    end_of_text(model.tokenizer, "eval.harness")
     try:
         import lm_eval.tasks  # noqa: F401
     except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ def load_samples(cfg: EvalRunConfig, loaded: Loaded) -> list[TaskSamples]:
     np.random.seed(cfg.seed)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        loaded.tokenizer.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
         for names, lengths, metadata in _metadata(cfg, folder):
             with load_failures(f"eval.harness.tasks={','.join(names)}", PARQUET):
                 tasks = _manager(cfg, names, metadata).load(names)["tasks"]

@@ -31,7 +31,7 @@ from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.layer_attention import dense_attention
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.cache.install import can_crop
@@ -107,14 +107,14 @@ def run(job: Job) -> list[EvalRow]:
     return _with_break_even(rows, job.methods.notes)
 
 
-def prepare(cfg: EvalRunConfig, loaded: Loaded) -> Tensor:
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
     """Returns the longest prompt, ``[1, N]``, whose beginnings are the others; UserError if the held-out text is shorter."""
     longest = max(cfg.eval.latency.lengths)
     if cfg.model.init == "random":
-        vocabulary, generator = text_config(loaded.model.config).vocab_size, torch.Generator().manual_seed(cfg.seed)
+        vocabulary, generator = text_config(model.config).vocab_size, torch.Generator().manual_seed(cfg.seed)
         return torch.randint(vocabulary, (1, longest), generator=generator)
-    with_bos = loaded.tokenizer.bos_token_id is not None
-    ids = data.encode(data.documents(cfg.data, heldout=True), loaded.tokenizer, at_least=longest, bos=with_bos)
+    with_bos = model.tokenizer.bos_token_id is not None
+    ids = data.encode(data.documents(cfg.data, heldout=True), model.tokenizer, at_least=longest, bos=with_bos)
     if len(ids) < longest:
         raise UserError(f"eval.latency.lengths={longest}: expected at most {len(ids)}, the tokens of the held-out text")
     return torch.from_numpy(ids[None, :longest]).long()

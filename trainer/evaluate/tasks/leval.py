@@ -47,7 +47,7 @@ from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.models.tap import run_backbone
 
 if TYPE_CHECKING:
-    from msattn.trainer.models.loading import Loaded
+    from msattn.trainer.models.loading import Described, Loaded
 
 BEGUN, LETTER = " Answer:", " Answer with the letter of the right option, or the letters of all."
 LEAST_DOCUMENT = 16  # tokens of a document that a prompt keeps
@@ -126,11 +126,11 @@ def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQue
     return [questions[place * len(questions) // count] for place in range(count)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: "Loaded", methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: "Described | Loaded", methods: Compared) -> None:
     """Raises UserError for files of another form, and for a length that is too short for a question."""
     tasks = read_tasks(cfg)
     for length in cfg.eval.leval.lengths:
-        encode_questions(loaded.tokenizer, cfg, tasks, length)
+        encode_questions(model.tokenizer, cfg, tasks, length)
 
 
 def encode_questions(tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, list[LevalQuestion]], length: int) -> list[Asked]:

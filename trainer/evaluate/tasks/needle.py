@@ -33,7 +33,7 @@ from msattn.trainer.evaluate.tasks.answers import paired_answers, read_and_spent
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models import output_logits
 from msattn.trainer.models.chat import around_prompt
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import run_backbone
 from msattn.trainer.serving.attach import Sparse
 
@@ -103,9 +103,13 @@ class NeedleResult(NamedTuple):
 
 
 def run(job: Job) -> list[EvalRow]:
-    cfg, tokenizer = job.cfg, job.loaded.tokenizer
-    text = read_haystack(cfg, tokenizer)
-    return [row for length in cfg.eval.needle.lengths for row in _at_length(job, make_samples(cfg, tokenizer, text, length))]
+    return [row for samples in job.prepared["needle"] for row in _at_length(job, samples)]
+
+
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> list[Samples]:
+    """Returns the prompts of each length; raises UserError for a length that is too short for needles and question."""
+    text = read_haystack(cfg, model.tokenizer)
+    return [make_samples(cfg, model.tokenizer, text, length) for length in cfg.eval.needle.lengths]
 
 
 def _at_length(job: Job, samples: Samples) -> list[EvalRow]:

@@ -10,11 +10,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from msattn.trainer import data
+from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import MethodSetting
@@ -24,7 +26,7 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.timing import cost
 from msattn.trainer.models import tap
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.serving.attach import Sparse
 
@@ -49,16 +51,20 @@ class PerplexityRun:
 def run(job: Job) -> list[EvalRow]:
     """Returns a row for dense attention and one for each block selection at each sparsity, on the same chunks."""
     settings = job.cfg.eval.perplexity
-    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
+    chunks = job.prepared["perplexity"]
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     num_bytes = sum(chunks.num_bytes(i) for i in range(len(chunks)))
     return compare(job, "perplexity", texts, num_bytes, settings.sparsities)
 
 
-def heldout_chunks(job: Job, length: int, count: int) -> Chunks:
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Chunks:
+    """Returns the chunks; raises UserError if there is too little held-out text."""
+    return heldout_chunks(cfg, model.tokenizer, cfg.eval.perplexity.length, cfg.eval.perplexity.num_chunks)
+
+
+def heldout_chunks(cfg: EvalRunConfig, tokenizer: Any, length: int, count: int) -> Chunks:
     """Returns ``count`` held-out chunks of ``length`` tokens, the same for every task and method."""
-    cfg = job.cfg
-    return data.chunks(cfg.data, job.loaded.tokenizer, seed=cfg.seed, heldout=True, seq_len=length, num_chunks=count)
+    return data.chunks(cfg.data, tokenizer, seed=cfg.seed, heldout=True, seq_len=length, num_chunks=count)
 
 
 def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsities: list[float]) -> list[EvalRow]:

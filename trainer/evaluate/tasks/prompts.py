@@ -15,7 +15,7 @@ from msattn.trainer.evaluate.task import BOUNDS, SHARE, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, Question, answer, paired_answers
 from msattn.trainer.models.chat import common_prefix, encode_prompt
 from msattn.trainer.models.families import check_length
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 
 MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
@@ -41,13 +41,13 @@ def check_config(cfg: EvalRunConfig) -> None:
     read_prompts(cfg.eval.prompts.path)
 
 
-def prepare(cfg: EvalRunConfig, loaded: Loaded) -> list[Tensor]:
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> list[Tensor]:
     """Returns the tokens ``[1, N]`` of each prompt; raises UserError for one that is longer than the model's positions."""
     settings = cfg.eval.prompts
-    encoded = [encode_prompt(loaded.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
+    encoded = [encode_prompt(model.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
     for number, ids in enumerate(encoded, start=1):
         given = f"prompt {number} of {settings.path}, with {ids.shape[1]} tokens, and max_new_tokens={settings.max_new_tokens}"
-        check_length(loaded.model.config, ids.shape[1] + settings.max_new_tokens, given)
+        check_length(model.config, ids.shape[1] + settings.max_new_tokens, given)
     return encoded
 
 

@@ -16,6 +16,7 @@ from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection
 from msattn.trainer.evaluate.intervals import mean_interval, within
@@ -30,7 +31,7 @@ from msattn.trainer.methods.buckets import bucket_sizes
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, run_tapped
 
 QUERY_BATCH = 16  # decoding queries per call; bounds the memory of gathered keys
@@ -81,7 +82,7 @@ def run(job: Job) -> list[EvalRow]:
     The last row of one block selection and of one routing carries the data of the report's pictures.
     """
     loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
-    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
+    chunks = job.prepared["recall"]
     routings = methods.with_independent(settings.independent).bucket_routings
     recalls: dict[tuple[Method, Setting], MethodRecall] = {}
     advance = job.bar("recall", len(chunks) * len(served_layers(loaded.model.config)))
@@ -109,7 +110,7 @@ def run(job: Job) -> list[EvalRow]:
     return rows
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
     """Raises UserError for chunks that the window covers, or a window that is shorter than a block of a routing."""
     length = cfg.eval.recall.length
     for routing in methods.bucket_routings:
@@ -120,6 +121,11 @@ def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
         if routing.recent < least:
             # The block of the first key before the window would have keys after the query in its summary.
             raise UserError(f"recent={routing.recent}: recall with {routing.method} accepts {least} or more tokens")
+
+
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Chunks:
+    """Returns the chunks; raises UserError if there is too little held-out text."""
+    return heldout_chunks(cfg, model.tokenizer, cfg.eval.recall.length, cfg.eval.recall.num_chunks)
 
 
 def compare(sparse: SparseAttention, out: Tensor, lse: Tensor, share: Tensor) -> LayerRecall:

@@ -28,7 +28,7 @@ from msattn.trainer.evaluate.row import EvalRow, ratio_to
 from msattn.trainer.evaluate.task import BOUNDS, RATIO, SHARE, TOKENS, Difference, Quality, Task
 from msattn.trainer.evaluate.tasks.answers import Answers, Question, answer
 from msattn.trainer.models.chat import around_prompt
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 
 QUESTION_READERS = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 EXCERPT = 400  # characters of the end of a prompt that the report shows
@@ -84,11 +84,11 @@ def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
     return [(cfg.seed, length, number, sample) for sample in range(cfg.eval.ruler.samples)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
     """Raises UserError if the haystack has too few words, or a length is too short for a task."""
     hay = read_haystack(cfg)
     for length in cfg.eval.ruler.lengths:
-        sizing = _room_and_count(cfg, loaded.tokenizer, length)
+        sizing = _room_and_count(cfg, model.tokenizer, length)
         for name in cfg.eval.ruler.asked():
             with _refused(length, name):
                 ruler.TASKS[name].size(_seeds(cfg, length, name), hay, *sizing)

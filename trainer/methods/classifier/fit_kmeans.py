@@ -4,6 +4,8 @@ Position 0, the attention sink, is left out. Under ``torchrun`` each rank fits a
 on the number of ranks.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,10 @@ from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.methods.buckets import decode_defaults
-from msattn.trainer.methods.classifier.clustering import fit_centroids, mean_stats, resolve_engine
+from msattn.trainer.methods.classifier.clustering import clustering_seconds, fit_centroids, mean_stats, resolve_engine
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
-from msattn.trainer.progress import Progress
+from msattn.trainer.progress import Progress, estimate
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.tracker import Tracker
@@ -44,13 +46,15 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     kmeans_settings = {**asdict(cfg.kmeans), "engine": resolve_engine(cfg.kmeans, device)}
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    models.check_length(loaded.model.config, cfg.data.seq_len)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    models.check_length(described.config, cfg.data.seq_len)
     check_heldout(cfg.data)
-    chunks = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
+    chunks = data.chunks(cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts)
+    check_num_keys(cfg, len(chunks))
 
     ranks = distributed.init_process_state(device)
-    check_num_keys(cfg, loaded.model, len(chunks), ranks.num_processes)
+    loaded = described.load()
+    check_memory(cfg, loaded.model, len(chunks), ranks.num_processes)
     settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "model": loaded.fingerprint}
     settings |= {"dtype": str(loaded.model.dtype), "seed": cfg.seed}
     with ranks.main_process_first():  # it removes parts that were made with other settings
@@ -65,12 +69,16 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     return folder
 
 
-def check_num_keys(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
-    """Raises UserError if there are fewer keys than buckets, or if the keys of one rank do not fit into memory."""
-    config, num_buckets = model.config, cfg.kmeans.num_buckets
-    num_keys = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
+def check_num_keys(cfg: FitKMeansConfig, num_chunks: int) -> None:
+    """Raises UserError if there are fewer keys than buckets."""
+    num_keys, num_buckets = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1)), cfg.kmeans.num_buckets
     if num_buckets > num_keys:
         raise UserError(f"kmeans.num_buckets={num_buckets}: expected at most {num_keys}, the number of keys")
+
+
+def check_memory(cfg: FitKMeansConfig, model: "PreTrainedModel", num_chunks: int, processes: int) -> None:
+    """Raises UserError if the keys of one rank do not fit into the memory that the model leaves."""
+    config, num_keys = model.config, cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
     heads = -(-len(models.served_layers(config)) // processes) * models.num_kv_heads(config)
     needed = heads * num_keys * models.head_dim(config) * model.dtype.itemsize
     free = free_memory() // processes
@@ -109,9 +117,20 @@ def fit_layers(
     missing = [layer for layer in layers if layer_part(layer) not in parts]
     if not missing:
         return
-    keys = collect_keys(model, chunks, missing, sampled_positions(cfg, len(chunks)), rope=cfg.kmeans.rope, quiet=quiet)
+    heads = len(missing) * models.num_kv_heads(model.config)
+    positions = sampled_positions(cfg, len(chunks))
+
+    def announce(seconds: float, sample: Tensor) -> None:
+        """Prints the time of the whole job, given that of a prompt and the keys ``[Hkv, n, D]`` of a layer in it."""
+        if not quiet and device.type == "cpu" and sample.shape[1] >= cfg.kmeans.num_buckets:
+            of_head = clustering_seconds(sample[:1], cfg.kmeans, sum(map(len, positions)))
+            estimate(
+                "fit-kmeans", {f"{len(chunks)} prompts": seconds * len(chunks), f"k-means of {heads} heads": of_head * heads}
+            )
+
+    keys = collect_keys(model, chunks, missing, positions, rope=cfg.kmeans.rope, quiet=quiet, first_done=announce)
     with Progress(transient=False, enabled=not quiet) as progress:
-        task = progress.add_task("k-means of heads", total=len(missing) * models.num_kv_heads(model.config))
+        task = progress.add_task("k-means of heads", total=heads)
         for layer in missing:
             centroids, stats = fit_centroids(
                 keys.pop(layer),
@@ -131,10 +150,12 @@ def collect_keys(
     *,
     rope: bool,
     quiet: bool = False,
+    first_done: Callable[[float, Tensor], None] = lambda seconds, keys: None,
 ) -> dict[int, Tensor]:
     """Returns the keys ``[Hkv, n, D]`` of each of ``layers`` at the ``positions`` of each chunk, in the order of ``chunks``.
 
-    The keys are on the CPU, in the model's dtype, after RoPE if ``rope`` is set.
+    The keys are on the CPU, in the model's dtype, after RoPE if ``rope`` is set. ``first_done`` is called after the first chunk
+    with its seconds and its keys in a layer.
     """
     keys: dict[int, Tensor] = {}
     begin, chosen = 0, positions[0]
@@ -145,11 +166,14 @@ def collect_keys(
             keys[x.layer] = torch.empty(new.shape[0], sum(map(len, positions)), new.shape[2], dtype=new.dtype)
         keys[x.layer][:, begin : begin + new.shape[1]] = new
 
+    began = time.perf_counter()
     with Progress(transient=False, enabled=not quiet) as progress:
         for i in progress.track(range(len(chunks)), description="keys of prompts"):
             chosen = positions[i].to(model.device)
             visit_layers(model, collect, [chunks[i]], layers)
             begin += len(chosen)
+            if i == 0:
+                first_done(time.perf_counter() - began, keys[layers[0]][:, :begin])
     return keys
 
 

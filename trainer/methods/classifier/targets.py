@@ -200,12 +200,19 @@ class TargetCache:
         """Returns the name of the part that holds one prompt."""
         return f"{self.split}_{prompt:04d}"
 
-    def compute_missing(self, model: "PreTrainedModel", ranks: PartialState) -> None:
+    @property
+    def missing(self) -> list[int]:
+        """The prompts that are not cached."""
+        return [i for i in range(len(self.chunks)) if self.part_name(i) not in self.parts]
+
+    def compute_missing(
+        self, model: "PreTrainedModel", ranks: PartialState, first_done: Callable[[float], None] | None = None
+    ) -> None:
         """Computes the targets of prompts that are not cached, split over ``ranks``; a part's note is its time in seconds.
 
-        Raises UserError: the files do not fit on the disk.
+        ``first_done`` is called after the first of them with its seconds. Raises UserError: the files do not fit on the disk.
         """
-        missing = [i for i in range(len(self.chunks)) if self.part_name(i) not in self.parts]
+        missing = self.missing
         ranks.wait_for_everyone()  # every rank must list the missing prompts before the first is added
         self._check_disk_space(len(missing), model, ranks.is_main_process)
         own = missing[ranks.process_index :: ranks.num_processes]
@@ -217,6 +224,9 @@ class TargetCache:
                 found = prompt_targets(model, self.partition, self.cfg.qmodel, input_ids, seed)
                 now = time.perf_counter()
                 self.parts.save(self.part_name(i), found, now - began)
+                if first_done is not None and i == own[0]:
+                    first_done(now - began)
+                    now = time.perf_counter()
                 began = now  # the time of writing counts for the next prompt
         ranks.wait_for_everyone()
 

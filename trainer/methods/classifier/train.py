@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from msattn.trainer.methods.classifier.online import OnlineTargets
 from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
+from msattn.trainer.progress import estimate
 from msattn.trainer.storage.parts import FinishedParts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.checkpoints import resume_settings
@@ -57,17 +59,19 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     artifacts.check_writable(folder, cfg.overwrite)
     device = models.resolve_device(cfg.device)
     partition = _load_partition(cfg).to(device)
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     assert partition.artifact is not None
-    artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
-    models.check_length(loaded.model.config, cfg.data.seq_len)
+    artifacts.check_model(partition.artifact.manifest, described.fingerprint, strict=False)
+    models.check_length(described.config, cfg.data.seq_len)
     text, heldout_text = data.training_chunks(
-        cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
+        cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
     )
+    loaded = described.load()
+    artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     ranks = distributed.init_process_state(device)
     job = _Job(cfg, loaded, partition, text, heldout_text, ranks)
     for cache in job.caches:
-        cache.compute_missing(loaded.model, ranks)
+        cache.compute_missing(loaded.model, ranks, partial(job.print_estimate, ranks) if cache is job.train else None)
         cache.check()
     near = 1 - job.caches[0].long_range_share()
     if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
@@ -147,6 +151,33 @@ class _Job:
     @property
     def served(self) -> dict[str, Any]:
         return decode_defaults(self.cfg.model.presets, self.partition.num_buckets)
+
+    def print_estimate(self, ranks: PartialState, seconds: float) -> None:
+        """Prints the time of the whole job on a CPU, given that of the first cached prompt."""
+        if self.device.type == "cpu" and ranks.is_main_process:
+            prompts = 1 + sum(len(each.missing) for each in self.caches)
+            passes, steps = prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS, self.cfg.train.steps
+            layers = -(-len(self.partition.layers) // ranks.num_processes)
+            training = layers * steps * self.cfg.train.batch_size * self.seconds_per_batch()
+            named = f"{prompts} prompts and calibration", f"{steps} steps of {len(self.partition.layers)} layers"
+            estimate("train-qmodel", dict(zip(named, (passes * seconds, training), strict=True)))
+
+    def seconds_per_batch(self) -> float:
+        """Returns how long a batch of the classifiers of a layer takes, from one with random queries."""
+        whole, cfg = self.partition, self.cfg.qmodel
+        partition = KMeans(whole.centroids[:1], whole.layers[:1], whole.rope)
+        qmodel = QModel(partition, self.heads, cfg.hidden, residual=cfg.residual)
+        rows = 1, self.heads, cfg.batch_queries
+        queries, targets = (
+            torch.ones(*rows, whole.centroids.shape[3]),
+            torch.full((*rows, whole.num_buckets), 1 / whole.num_buckets),
+        )
+        optimizer = torch.optim.Adam(qmodel.parameters(), fused=True)
+        for _ in range(2):  # the first allocates
+            began = time.perf_counter()
+            Distiller(qmodel, lambda batches: (queries, targets, torch.zeros(rows)))(None)["loss"].backward()
+            optimizer.step()
+        return time.perf_counter() - began
 
     def train_missing_layers(self, ranks: PartialState) -> None:
         """Trains this rank's share of the unfinished layers, group by group, and waits for the other ranks."""

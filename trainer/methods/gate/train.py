@@ -46,13 +46,15 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     """
     folder = cfg.folder / cfg.gate.kind
     artifacts.check_writable(folder, cfg.overwrite)
-    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    init_process_state(loaded.model.device)
-    models.check_length(loaded.model.config, cfg.data.seq_len)
-    chunks, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    models.check_length(described.config, cfg.data.seq_len)
+    gate = PHASES[cfg.gate.phase][0].build(described.config, cfg.gate)
+    init_process_state(models.resolve_device(cfg.device))
+    chunks, heldout = data.training_chunks(cfg.data, described.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
     chunks, calibration = chunks.split_off(CALIBRATION_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
-    gate = PHASES[cfg.gate.phase][0].build(loaded.model.config, cfg.gate).to(loaded.model.device)
+    loaded = described.load()
+    gate.to(loaded.model.device)
     work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:

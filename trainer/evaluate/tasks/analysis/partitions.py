@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from msattn.trainer import data, models
 from msattn.trainer.config import EvalRunConfig, KMeansConfig
@@ -146,9 +147,9 @@ def routings(job: Job, methods: Compared, keys: TrainingKeys) -> list[ComparedRo
     return [*methods.bucket_routings, *fitted]
 
 
-def check_model_has(cfg: EvalRunConfig, loaded: Loaded) -> None:
+def check_model_has(cfg: EvalRunConfig, config: PreTrainedConfig) -> None:
     """Raises UserError if ``eval.analysis.layers`` or ``heads`` names one that the model does not have."""
-    config, settings = loaded.model.config, cfg.eval.analysis
+    settings = cfg.eval.analysis
     for layer in models.attention_layers(config):
         if layer.kept and layer.layer in (settings.layers or ()):
             raise UserError(f"eval.analysis.layers={settings.layers}: layer {layer.layer} is never sparse: {layer.kept}")

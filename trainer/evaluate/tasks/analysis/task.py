@@ -12,6 +12,7 @@ from typing import Any
 
 from msattn.trainer import models
 from msattn.trainer.config import EvalRunConfig
+from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.job import Job
@@ -27,7 +28,7 @@ from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks
 from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.gate.maps import evenly_spaced
-from msattn.trainer.models.loading import Loaded
+from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
 
 NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
@@ -43,7 +44,7 @@ def run(job: Job) -> list[EvalRow]:
     routings = partitions.routings(job, methods, keys)
     sizes = training_sizes(routings, keys, layers, heads, cfg.seed)
     del keys
-    chunks = heldout_chunks(job, settings.length, settings.num_chunks)
+    chunks = job.prepared["analysis"]
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
     planes, mass = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads)
@@ -71,12 +72,17 @@ def run(job: Job) -> list[EvalRow]:
     return [*planes.rows(length), *by_size, *mass.rows(length, len(chunks)), *error_rows(errors, length)]
 
 
-def check_sizes(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> None:
+def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
     """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
-    partitions.check_model_has(cfg, loaded)
+    partitions.check_model_has(cfg, model.config)
     window, length = partitions.window_of(cfg, partitions.with_k_means(methods)), cfg.eval.analysis.length
     if length <= window.size:
         raise UserError(f"eval.analysis.length={length}: expected more than recent + sink = {window.size} tokens")
+
+
+def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Chunks:
+    """Returns the chunks; raises UserError if there is too little held-out text."""
+    return heldout_chunks(cfg, model.tokenizer, cfg.eval.analysis.length, cfg.eval.analysis.num_chunks)
 
 
 def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, n
 from msattn.trainer.serving.paged import CACHE_SHARE_OF_MEMORY
 
 if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig, PreTrainedModel
+    from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
     from msattn.trainer.serving.sparse import Sparse
 
@@ -18,9 +18,19 @@ BATCH_TOKENS, BATCH_TOKENS_ON_CPU = 8192, 512
 REQUESTS_ON_CPU = 8  # a CPU's cache has room for so many requests of the greatest length
 
 
-def longest_request(model: "PreTrainedModel", cfg: ServerLimits) -> int:
+def check_limits(config: "PreTrainedConfig", cfg: ServerLimits) -> None:
+    """Raises UserError if the longest request exceeds ``server.pages`` or the positions of a model with this ``config``."""
+    longest = longest_request(config, cfg)
+    if cfg.pages is not None and cfg.pages < (needed := pages_of(longest, cfg)):
+        raise UserError(
+            f"server.pages={cfg.pages}: a request of {longest} tokens takes {needed} pages of {cfg.page_size} tokens; "
+            "raise it, or lower server.max_length"
+        )
+
+
+def longest_request(config: "PreTrainedConfig", cfg: ServerLimits) -> int:
     """Returns the tokens of the longest request that is accepted, prompt and answer together."""
-    positions = max_length(model.config)
+    positions = max_length(config)
     if cfg.max_length is not None and cfg.max_length > positions:
         raise UserError(
             f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; lower it, or extend the "
@@ -33,23 +43,19 @@ def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Spa
     """Returns the configuration of a manager for ``model``.
 
     Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests if one is cancelled in the
-    pass that completes one of its pages. Raises UserError if the cache of the longest request does not fit into memory or
-    ``server.pages``.
+    pass that completes one of its pages. Raises UserError if the cache of the longest request does not fit into memory, and
+    like :func:`check_limits`.
     """
     from transformers import ContinuousBatchingConfig
 
-    longest, pages, is_gpu = longest_request(model, cfg), cfg.pages, model.device.type == "cuda"
-    needed = pages_of(longest, cfg)
+    check_limits(model.config, cfg)
+    pages, is_gpu = cfg.pages, model.device.type == "cuda"
+    needed = pages_of(longest_request(model.config, cfg), cfg)
     if pages is None and not is_gpu:
         free = free_memory() // 2
         pages = min(REQUESTS_ON_CPU * needed, free // _bytes_of_page(model, cfg))
         if pages < needed:
             raise too_small(model, cfg, free)
-    elif pages is not None and pages < needed:
-        raise UserError(
-            f"server.pages={pages}: a request of {longest} tokens takes {needed} pages of {cfg.page_size} tokens; raise it, or "
-            "lower server.max_length"
-        )
     create = ContinuousBatchingConfig if sparse is None else sparse.batching_config
     return create(
         page_size=cfg.page_size,
@@ -69,7 +75,7 @@ def pages_of(tokens: int, cfg: ServerLimits) -> int:
 
 def too_small(model: "PreTrainedModel", cfg: ServerLimits, free: int) -> UserError:
     """Returns the error for a cache that cannot hold the longest request in ``free`` bytes."""
-    longest, size = longest_request(model, cfg), _bytes_of_page(model, cfg)
+    longest, size = longest_request(model.config, cfg), _bytes_of_page(model, cfg)
     fits = max(0, free // size - 1) * cfg.page_size
     return UserError(
         f"the KV cache of one request of {longest} tokens takes {pages_of(longest, cfg) * size / 1e9:.2f} GB, and "

@@ -104,7 +104,7 @@ class Engine:
 
     def __init__(self, loaded: Loaded, cfg: ServeConfig, sparse: "Sparse | None" = None) -> None:
         self.loaded, self.sparse, self._cfg = loaded, sparse, cfg
-        self.longest = longest_request(loaded.model, cfg.server)
+        self.longest = longest_request(loaded.config, cfg.server)
         self.draining = False  # no new request is accepted
         self._open: dict[str, Generation] = {}
         self._arriving = 0  # requests without a Generation, whose prompt is encoded
