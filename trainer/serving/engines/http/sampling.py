@@ -6,7 +6,7 @@ graph, so its tensors keep their addresses.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: JsonGrammar | None = None
     logprobs: int | None = None  # number of likeliest tokens to report; None: nothing is reported
+    stop: Sequence[str] = ()  # strings that end the answer before them
+    ends: Collection[int] = ()  # tokens that end the answer
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
