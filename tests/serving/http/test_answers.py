@@ -92,7 +92,7 @@ def test_messages_of_answers_can_be_sent_back(client: OpenAI) -> None:
     first = client.chat.completions.create(messages=CHAT, **ask).choices[0].message
     returned = first.model_dump()
     assert "refusal" in returned
-    plain = {"role": "assistant", "content": first.content}
+    plain: Any = {"role": "assistant", "content": first.content}
     unused: Any = {"tools": None, "metadata": None, "store": False, "tool_choice": None, "functions": [], "suffix": ""}
     again = client.chat.completions.create(messages=[*CHAT, returned, *CHAT[1:]], extra_body=unused, **ask)
     assert again.usage == client.chat.completions.create(messages=[*CHAT, plain, *CHAT[1:]], **ask).usage

@@ -67,7 +67,7 @@ class Strict(BaseModel):
     """An object whose values are not converted to other types, and whose unknown keys have no value: null or empty."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_no_value)]]
+    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_no_value)]]  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
 class StreamOptions(Strict):

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept(self, bound: socket.socket) -> None:
-        loop, connections = asyncio.get_running_loop(), self.server_state.connections
+        loop, connections = asyncio.get_running_loop(), cast("set[Connection]", self.server_state.connections)
         protocol = partial(Connection, self.config, self.server_state, self.lifespan.state)
         most, may_warn = _most_connections(), Few(1)
         while True:
