@@ -75,8 +75,6 @@ class Server(uvicorn.Server):
         await super().startup(sockets=[])
         (bound,) = sockets or []
         bound.setblocking(False)
-        if sys.platform == "linux":  # for the connections that it accepts
-            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
         self._accepting = asyncio.create_task(self._accept(bound))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -91,6 +89,8 @@ class Server(uvicorn.Server):
         while True:
             try:
                 client, _ = await loop.sock_accept(bound)
+                if sys.platform == "linux":  # other systems have no such limit
+                    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
                 _, new = await loop.connect_accepted_socket(protocol, client)
             except OSError:  # the client has left, or something else has taken the reserve
                 await asyncio.sleep(FULL_SECONDS)
