@@ -65,6 +65,41 @@ def test_a_stop_string_ends_an_answer_before_it(embedded: Loaded, served: Runnin
     eventually(lambda: served.metric("cache_pages_used") == 0)
 
 
+def test_a_stop_string_in_the_last_token_is_the_reason(embedded: Loaded, client: OpenAI) -> None:
+    """The answer ends by itself with the same token."""
+    tokens = encoded(embedded, PROMPT)
+    for new in range(2, 8):
+        text = expected(embedded, tokens, new)
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=new, temperature=0, stop=text[-3:])
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[: text.index(text[-3:])], "stop")
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=new, temperature=0, stop=text[-3:] + "?")
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "length")
+
+
+def test_tokens_of_a_request_end_its_answer(embedded: Loaded, client: OpenAI) -> None:
+    tokens = encoded(embedded, PROMPT)
+    third = alone(embedded.model, tokens, 3)[2]
+    options: Any = {"extra_body": {"stop_token_ids": [third]}}
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=NEW, temperature=0, **options)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected(embedded, tokens, 2), "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+def test_messages_of_answers_can_be_sent_back(client: OpenAI) -> None:
+    """The client writes their absent parts as null; other clients write what they do not use as null or empty."""
+    ask: Any = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    first = client.chat.completions.create(messages=CHAT, **ask).choices[0].message
+    returned = first.model_dump()
+    assert "refusal" in returned
+    plain: Any = {"role": "assistant", "content": first.content}
+    unused: Any = {"tools": None, "metadata": None, "store": False, "tool_choice": None, "functions": [], "suffix": ""}
+    again = client.chat.completions.create(messages=[*CHAT, returned, *CHAT[1:]], extra_body=unused, **ask)
+    assert again.usage == client.chat.completions.create(messages=[*CHAT, plain, *CHAT[1:]], **ask).usage
+    silent: Any = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "assistant", "annotations": []}]
+    assert client.chat.completions.create(messages=[*CHAT, *silent, *CHAT[1:]], **ask).choices
+
+
 @pytest.mark.slow
 def test_parameters_at_the_ends_of_their_ranges(embedded: Loaded, served: Running) -> None:
     """In float32, the manager would divide by a temperature of zero, and its thread would end."""

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -137,18 +138,39 @@ def ended(process: subprocess.Popen[str]) -> str:
     return err
 
 
+REFUSED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
 @pytest.mark.slow
-def test_idle_connections_do_not_lock_the_server_out(tmp_path: Path) -> None:
-    """More than there are descriptors: the oldest make room. One line says so."""
-    process, served = start(tmp_path, "dense=true", descriptors=200)
+@pytest.mark.parametrize(("connections", "sent"), [(260, [b""]), (66, [REFUSED * 1500]), (66, [REFUSED] * 1500)])
+def test_waiting_connections_do_not_lock_the_server_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: int, sent: list[bytes]
+) -> None:
+    """More than there are descriptors, idle or without reading their answers: the oldest make room. One line says so."""
+    monkeypatch.setenv("MSATTN_API_KEY", KEY)
+    process, served = start(tmp_path, "dense=true", descriptors=96)
+    logged = list[str]()
+    assert process.stderr is not None
+    reader = threading.Thread(target=logged.extend, args=[process.stderr])
+    reader.start()
     with ExitStack() as stack:
-        for _ in range(260):
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
+        opened = [stack.enter_context(socket.socket()) for _ in range(connections)]
+        for connection in opened:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(("127.0.0.1", served.port))
+            connection.setblocking(False)
+        for data in sent:
+            for connection in opened:
+                with suppress(BlockingIOError, ConnectionError):
+                    connection.send(data)
         for _ in range(3):
+            assert httpx.get(f"{served.url}/health", timeout=5).status_code == 200
             assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-        err = ended(process)
-    (line,) = [line for line in err.splitlines() if "POST" not in line]
-    assert re.search(r"msattn: .* connections leave few of the 200 descriptors; those that wait .* make room$", line)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    reader.join()
+    assert sum("connections are open; those that wait" in line for line in logged) == (len(sent[0]) == 0)
+    assert sum("GET /v1/models 401" in line for line in logged) <= 100
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """The life of a server: queue, bodies, memory, shutdown, a thread that dies."""
 
+import json
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
-from tests.serving.http.running import SECONDS, WORDS, beside, configuration, eventually, running
+from tests.serving.http.running import SECONDS, WORDS, Running, beside, configuration, eventually, expected, running
 
 
 def endless(client: OpenAI, tokens: int = 4000) -> Any:
@@ -48,6 +50,7 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
         assert served.metric('requests_total{outcome="refused"}') == 1
 
 
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
 
 
@@ -70,19 +73,81 @@ def test_bodies_that_arrive_have_a_limit_together(small: Loaded) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [b"", HEAD[:20], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /he"])
-def test_a_connection_without_a_head_is_closed(small: Loaded, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+@pytest.mark.parametrize(("sent", "later"), [(b"", b""), (HEAD[:20], b""), (GET, b"GET /he")])
+def test_a_connection_without_a_head_is_closed(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch, sent: bytes, later: bytes
+) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
     with running(small, configuration()) as served, served.client() as client:
         stream = endless(client)
         with socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS) as connection:
             connection.sendall(sent)
+            if later:
+                assert connection.recv(1000)
+                connection.sendall(later)
             began = time.monotonic()
             with suppress(ConnectionResetError):
                 while connection.recv(1000):
                     pass
             assert 0.3 < time.monotonic() - began < 4  # uvicorn closes silent ones after 5 s
         assert next(iter(stream)).choices[0].text
+
+
+@contextmanager
+def unread(served: Running, **change: Any) -> Iterator[socket.socket]:
+    """The connection of a client that asks for a stream of long events and reads nothing, with small buffers."""
+    body = json.dumps(WORDS | {"stream": True, "logprobs": 20} | change)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", served.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nHost: x\r\nContent-Length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        yield connection
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_not_read_is_closed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
+    with running(small, configuration()) as served, unread(served, max_tokens=4000):
+        eventually(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
+        assert served.metric("generated_tokens_total") < 4000
+        assert served.metric("cache_pages_used") == 0
+
+
+@pytest.mark.slow
+def test_an_answer_ends_where_it_ends_for_a_client_that_does_not_read(small: Loaded) -> None:
+    """The stop string comes after the buffers are full."""
+    text = expected(small, [1, 2, 3], 300)
+    stop = text.split(" ")[250]
+    before = text[: text.index(stop)]
+    with running(small, configuration()) as served, served.client() as client:
+        read = client.completions.create(**WORDS, max_tokens=300, stop=stop)
+        assert read.choices[0].text == before
+        with unread(served, max_tokens=300, stop=stop):
+            eventually(lambda: served.metric("requests_running") == served.metric("requests_waiting") == 0)
+        eventually(lambda: served.metric('requests_total{outcome="stop"}') == 2)
+        assert served.metric("generated_tokens_total") == 2 * read.usage.completion_tokens
+
+
+@pytest.mark.slow
+def test_a_client_that_closes_its_side_has_left(small: Loaded) -> None:
+    """TCP does not tell a half-closed connection from a closed one, whose answer must not be generated."""
+    with running(small, configuration()) as served:
+        with unread(served, max_tokens=4000) as connection:
+            assert connection.recv(10)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(10_000):
+                pass
+            eventually(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
+        assert served.metric("cache_pages_used") == 0
+
+
+@pytest.mark.slow
+def test_requests_before_the_answer_to_the_one_before_are_not_answered(small: Loaded) -> None:
+    with running(small, configuration()) as served:
+        answer = served.raw(GET * 3)
+    assert answer.count(b"HTTP/1.1 200") == 1
+    assert answer.endswith(b"}")
 
 
 def held_encoder(monkeypatch: pytest.MonkeyPatch, least: int = 0) -> tuple[threading.Event, threading.Event, list[str]]:

@@ -1,18 +1,21 @@
 """Text of tokens in pieces, and stop strings."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving.engines.http import text as module
-from msattn.trainer.serving.engines.http.answers import ApiError
+from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import CompletionBody
-from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText
+from msattn.trainer.serving.engines.http.text import AnswerText, PromptEncoder, StopStrings, TokenText, token_text
 from tests.factory import save_tokenizer
 
 
@@ -74,6 +77,54 @@ def test_text_ends_before_the_first_stop_string(text: str, stop: list[str], cuts
     assert not any(each in passed for each in stop)
     assert stops.found == any(each in text for each in stop)
     assert any(text.startswith(each, len(passed)) for each in stop) if stops.found else passed == text
+
+
+@given(
+    pieces=st.lists(st.tuples(st.text("ab", max_size=3), st.booleans()), max_size=10),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_stop_strings_are_found_across_hidden_text(pieces: list[tuple[str, bool]], stop: list[str]) -> None:
+    stops, passed, seen = StopStrings(stop), "", ""
+    for piece, hidden in pieces:
+        passed += stops.push(piece, hidden=hidden)
+        seen += piece
+        if stops.found:
+            break
+    else:
+        passed += stops.push("", last=True)
+    whole = "".join(piece for piece, _ in pieces)
+    assert stops.found == any(each in whole for each in stop)
+    end = min(place for each in stop if (place := seen.find(each)) >= 0) if stops.found else len(whole)
+    visible = "".join(letter.upper() if hidden else letter for piece, hidden in pieces for letter in piece)[:end]
+    assert passed == "".join(letter for letter in visible if letter.islower())
+
+
+def test_stop_strings_may_name_special_tokens(words: Any) -> None:
+    """They have no text in an answer, and clients of chat models give them as stop strings."""
+    for stop in (["t0"], ["t2t0"], ["t0 t3"]):
+        text = AnswerText(words, stop)
+        passed = "".join(text.push(token) for token in (1, 2, 0, 3) if not text.stopped)
+        assert (text.stopped, passed) == (True, "t1 " if stop == ["t2t0"] else "t1 t2"), stop
+
+
+def test_parts_of_a_character_keep_their_bytes(tokenizer: Any) -> None:
+    letters = {"<unk>": 0, "a": 1, "b": 2, **{f"<0x{value:02X}>": 3 + value for value in range(256)}}
+    fallback = Tokenizer(BPE(letters, [], unk_token="<unk>", byte_fallback=True))
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    for each, text in ((tokenizer, "x \U0001f980 y"), (PreTrainedTokenizerFast(tokenizer_object=fallback), "a\U0001f980b")):
+        tokens = [token_text(each, token) for token in each(text, add_special_tokens=False).input_ids]
+        assert b"".join(token.data or b"" for token in tokens) == text.encode()
+        assert sum(token.name.startswith("bytes:\\x") for token in tokens) == 4
+        assert len({token.name for token in tokens}) == len(tokens)
+
+
+def test_offsets_count_characters_of_several_tokens_once(tokenizer: Any) -> None:
+    text = "x \U0001f980 y"
+    form = AnswerForm("tiny", partial(token_text, tokenizer), chat=False)
+    logprobs = [Logprobs(token, -1.0, []) for token in tokenizer(text).input_ids]
+    found = form.piece(0, text, logprobs)["choices"][0]["logprobs"]
+    assert found["tokens"][-1] == " y"
+    assert text[found["text_offset"][-1] :] == " y"
 
 
 def encoded(tokenizer: Any, prompt: str, longest: int = 100) -> list[int]:

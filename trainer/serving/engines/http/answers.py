@@ -1,14 +1,28 @@
 """The JSON objects of responses: answers and errors, in OpenAI's format."""
 
+import codecs
 import json
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
+
+class TokenString(NamedTuple):
+    """A token as text and as bytes in UTF-8, which may be a part of a character; None if they are not known."""
+
+    text: str
+    data: bytes | None
+
+    @property
+    def name(self) -> str:
+        """The text, or as in OpenAI's completions the bytes of a part of a character, which no other token shares."""
+        if self.data in (None, self.text.encode()):
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data or b"")
 
 
 class ApiError(Exception):
@@ -45,14 +59,15 @@ class Logprobs(NamedTuple):
 class AnswerForm:
     """Objects of the answers to one request, which share an id; ``chat`` ones are those of ``/v1/chat/completions``.
 
-    ``decode`` returns the text of a token.
+    ``decode`` returns a token's text and bytes.
     """
 
-    def __init__(self, model: str, decode: Callable[[int], str], *, chat: bool) -> None:
+    def __init__(self, model: str, decode: Callable[[int], TokenString], *, chat: bool) -> None:
         self._chat, self._decode = chat, decode
         name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"id": name, "created": int(time.time()), "model": model}
         self._offsets: dict[int, int] = defaultdict(int)  # characters of the tokens of each answer so far
+        self._characters = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))  # of each answer's bytes
 
     def whole(self, answers: Iterable[tuple[str, list[Logprobs], str]], usage: dict[str, int]) -> dict[str, Any]:
         """Returns the answer to a request without a stream, from text, log-probabilities and reason of each answer."""
@@ -84,18 +99,22 @@ class AnswerForm:
 
     def _of_chat(self, logprobs: list[Logprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text = self._decode(token)
-            return {"token": text, "logprob": value, "bytes": None if INCOMPLETE in text else [*text.encode()]}
+            text, data = self._decode(token)
+            return {"token": text, "logprob": value, "bytes": None if data is None else [*data]}
 
         tokens = [entry(each.token, each.value) | {"top_logprobs": [entry(*best) for best in each.best]} for each in logprobs]
         return {"content": tokens, "refusal": None}
 
     def _of_text(self, number: int, logprobs: list[Logprobs]) -> dict[str, Any]:
-        texts = [self._decode(each.token) for each in logprobs]
+        def name(token: int) -> str:
+            return self._decode(token).name
+
+        tokens = [self._decode(each.token) for each in logprobs]
+        texts = (self._characters[number].decode(each.data or each.text.encode()) for each in tokens)
         *offsets, self._offsets[number] = accumulate(map(len, texts), initial=self._offsets[number])
-        best = [{self._decode(token): value for token, value in (*each.best, (each.token, each.value))} for each in logprobs]
-        values = [each.value for each in logprobs]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
+        best = [{name(token): value for token, value in (*each.best, (each.token, each.value))} for each in logprobs]
+        names, values = [each.name for each in tokens], [each.value for each in logprobs]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
 
 
 def event(data: dict[str, Any] | str) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from copy import deepcopy
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,9 +23,10 @@ from msattn.trainer.errors import first_line
 from msattn.trainer.models.families import text_config
 from msattn.trainer.serving.engines.http.answers import AnswerForm, ApiError, Logprobs, event
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody, read_body
-from msattn.trainer.serving.engines.http.engine import Arrived, Engine, Generation, usage_of
+from msattn.trainer.serving.engines.http.connections import Few
+from msattn.trainer.serving.engines.http.engine import Arrived, Engine, Generation, Piece, usage_of
 from msattn.trainer.serving.engines.http.metrics import Metrics
-from msattn.trainer.serving.engines.http.text import PromptEncoder, StopStrings, TokenText, token_text
+from msattn.trainer.serving.engines.http.text import PromptEncoder, token_text
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
@@ -34,13 +35,7 @@ SHORT_BODY = 2**14  # bytes; bodies up to this size are read beyond that limit
 LONG_BODY = 2**16  # bytes; longer bodies are encoded apart from shorter ones
 OPEN = ("/health",)  # paths that need no key
 QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
-
-
-class Piece(NamedTuple):
-    """A part of an answer: text and log-probabilities, whose tokens need not match the text exactly."""
-
-    text: str
-    logprobs: list[Logprobs]
+LINES = 100  # in the log in a minute, of requests that the model does not answer
 
 
 class Service:
@@ -117,7 +112,7 @@ class Service:
         gone.add_done_callback(lambda _: [each.end("cancelled") for each in generations])  # without effect after their end
         tokenizer = self._engine.loaded.tokenizer
         form = AnswerForm(self._model, cache(partial(token_text, tokenizer)), chat=kind is ChatBody)
-        pieces = self._pieces(body, generations, arrived)
+        pieces = _pieces(generations, arrived)
         if body.stream:
             return StreamingResponse(self._events(form, body, generations, pieces), media_type="text/event-stream")
         texts, logprobs = [list[str]() for _ in generations], [list[Logprobs]() for _ in generations]
@@ -157,32 +152,6 @@ class Service:
         except TimeoutError as error:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
 
-    async def _pieces(
-        self, body: Body, generations: list[Generation], arrived: Arrived
-    ) -> AsyncIterator[tuple[int, Piece | None]]:
-        """Yields the pieces of all answers up to a stop string, each with the number of its answer; None ends an answer."""
-        tokenizer, running = self._engine.loaded.tokenizer, len(generations)
-        answers = {each: (i, TokenText(tokenizer), StopStrings(body.stop)) for i, each in enumerate(generations)}
-        while running:
-            generation, item = await arrived.get()
-            number, text, stop = answers[generation]
-            if isinstance(item, ApiError):
-                raise item
-            if item is None:
-                if not stop.found and (rest := stop.push(text.push([], last=True), last=True)):
-                    yield number, Piece(rest, [])
-                running -= 1
-                yield number, None
-            elif not stop.found:
-                tokens, logprobs = item
-                ends = generation.sampling.ends
-                new = text.push([token for token in tokens if token not in ends])
-                piece = Piece(stop.push(new), [each for each in logprobs if each.token not in ends])
-                if any(piece):
-                    yield number, piece
-                if stop.found:
-                    generation.end("stop")
-
     async def _events(
         self, form: AnswerForm, body: Body, generations: list[Generation], pieces: AsyncIterator[tuple[int, Piece | None]]
     ) -> AsyncIterator[bytes]:
@@ -200,6 +169,17 @@ class Service:
             yield event("[DONE]")
         except ApiError as error:
             yield event(error.body)
+
+
+async def _pieces(generations: list[Generation], arrived: Arrived) -> AsyncIterator[tuple[int, Piece | None]]:
+    """Yields the pieces of all answers, each with the number of its answer; None ends an answer."""
+    running = len(generations)
+    while running:
+        generation, item = await arrived.get()
+        if isinstance(item, Exception):
+            raise item
+        running -= item is None
+        yield generations.index(generation), item
 
 
 async def _until_gone(request: Request) -> None:
@@ -227,6 +207,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
         self._app, self._metrics, self._api_key = app, metrics, api_key
+        self._may_log = Few(LINES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status = time.monotonic(), 0
@@ -249,7 +230,7 @@ class Guard:
             LOG.error("%s: %s: %s", where, type(error).__name__, first_line(error))
         finally:
             about = self._count(scope, status)
-            if scope["path"] not in QUIET:
+            if about or (scope["path"] not in QUIET and self._may_log()):
                 LOG.info("%s %s, %.3f s%s", where, status or "disconnected", time.monotonic() - began, about)
 
     def _is_authorized(self, scope: Scope) -> bool:

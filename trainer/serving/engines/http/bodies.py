@@ -16,6 +16,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.serving.engines.http.answers import ApiError
@@ -56,10 +57,17 @@ def _as_list(stop: Any) -> Any:
     return [] if stop is None else [stop] if isinstance(stop, str) else stop
 
 
-class Strict(BaseModel):
-    """An object without unknown keys, whose values are not converted to other types."""
+def _no_value(given: Any) -> Any:
+    if given not in (None, "", [], {}):
+        raise PydanticCustomError("extra_forbidden", "not supported")
+    return given
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+
+class Strict(BaseModel):
+    """An object whose values are not converted to other types, and whose unknown keys have no value: null or empty."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_no_value)]]  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
 class StreamOptions(Strict):
@@ -79,11 +87,18 @@ class Message(Strict):
     """A message of a conversation. ``developer`` is OpenAI's later name of ``system``."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_as_parts)]
+    content: Annotated[list[TextPart] | None, Field(fail_fast=True, validate_default=True), BeforeValidator(_as_parts)] = None
+
+    @field_validator("content")
+    @classmethod
+    def _only_assistants_may_be_silent(cls, content: list[TextPart] | None, info: ValidationInfo) -> list[TextPart]:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "Field required")
+        return content or []
 
     def plain(self) -> dict[str, str]:
         """Returns the message as chat templates take it."""
-        content = "\n".join(part.text for part in self.content)
+        content = "\n".join(part.text for part in self.content or ())
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -118,6 +133,7 @@ class Body(Strict):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     seed: int | None = None
     stop: Annotated[list[StopString], Field(max_length=MAX_STOP), BeforeValidator(_as_list)] = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -129,6 +145,7 @@ class Body(Strict):
     logit_bias: dict[Token, Bias] | None = None
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = False
+    store: Literal[False] | None = False
 
     @field_validator("ignore_eos")
     @classmethod
@@ -200,7 +217,7 @@ class ChatBody(Body):
     @field_validator("top_logprobs")
     @classmethod
     def _only_with_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if number is not None and not info.data.get("logprobs"):
+        if number and not info.data.get("logprobs"):
             raise ValueError("accepted only with logprobs=true")
         return number
 

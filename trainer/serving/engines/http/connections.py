@@ -1,39 +1,52 @@
 """Limits on connections: on their number and on the time that one may wait for its client. Needs the extra ``serve``."""
 
+import asyncio
 import logging
-import math
 import os
 import resource
 import socket
+import sys
 import time
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOG = logging.getLogger("msattn.serve")
 HEAD_SECONDS = 10.0  # for the head of a request to arrive
+UNREAD_SECONDS = 20.0  # for the client to read anything more of its answer
 RESERVE = 32  # descriptors that connections leave to the rest of the process
-FULL_SECONDS = 0.001  # for a request to end if no connection can be closed; the event loop would try again at once
-LOG_SECONDS = 60.0  # between two lines about a lack of descriptors
+MOST_CONNECTIONS = 4096  # if there are more descriptors
+FULL_SECONDS = 0.01  # between two looks for a connection that can be closed
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no complete head arrives within :data:`HEAD_SECONDS`.
+    """A connection that is closed if no complete head arrives within :data:`HEAD_SECONDS` of its beginning or its last answer.
 
-    ``since`` is the time of its beginning, or of the end of its last answer.
+    A client that sends a request before the answer to the one before (pipelining) gets that answer and no other, so that it
+    cannot queue work for the server and read nothing.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.since = time.monotonic()
+        transport.set_write_buffer_limits(0)  # so that writing pauses as soon as the system takes no more
+        self.began = time.monotonic()
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.cycle.keep_alive = False
+
     def on_response_complete(self) -> None:
-        self.since = time.monotonic()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
         super().on_response_complete()
 
     @property
@@ -42,51 +55,70 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def receiving(self) -> bool:
-        """The client has yet to send the rest of a request, or the next one."""
-        return self.idle or self.cycle.more_body
+    def waits(self) -> bool:
+        """The client has yet to send the rest of a request or the next one, or to read its answer."""
+        return self.idle or self.cycle.more_body or self.flow.write_paused
 
     def _close_if_idle(self) -> None:
-        left = self.since + HEAD_SECONDS - time.monotonic()
-        if self.idle and left <= 0:
-            self.transport.close()  # after sending the rest of an answer
-        else:
-            self._timer = self.loop.call_later(left if self.idle else HEAD_SECONDS, self._close_if_idle)
+        if self.idle:  # otherwise the end of the answer sets the timer again
+            self.transport.close()
 
 
-class Listener(socket.socket):
-    """A listening socket that keeps :data:`RESERVE` descriptors of the process free, or a quarter of a small limit.
+class Server(uvicorn.Server):
+    """uvicorn's server, which leaves :data:`RESERVE` descriptors of the process free, or a quarter of a small limit.
 
-    Without descriptors, asyncio's loop neither accepts nor closes connections, and prints a traceback at each try. So if few
-    are left, the connection that has waited longest for its client is closed. If all connections await answers, the new client
-    waits in the system's queue. This object replaces ``bound``; ``connections`` are the open ones, as uvicorn keeps them.
+    Without descriptors, asyncio neither accepts nor closes connections, and a model could not open files. So a connection that
+    is too many replaces the oldest that waits for its client. If there is none, further clients wait in the system's queue.
     """
 
-    def __init__(self, bound: socket.socket, connections: set[Any]) -> None:
-        super().__init__(bound.family, bound.type, bound.proto, fileno=bound.detach())
-        self._connections = connections
-        self._logged = -LOG_SECONDS
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        (bound,) = sockets or []
+        bound.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(bound))
 
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Returns a new connection and the address of its client; BlockingIOError without one, or without a descriptor."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if limit == resource.RLIM_INFINITY or self._lowest_free() < limit - min(RESERVE, limit // 4):
-            return super().accept()
-        if time.monotonic() - self._logged >= LOG_SECONDS:
-            self._logged = time.monotonic()
-            LOG.warning("connections leave few of the %d descriptors; those that wait for their client make room", limit)
-        receiving = [each for each in self._connections if each.receiving and not each.transport.is_closing()]
-        if receiving:
-            min(receiving, key=lambda each: each.since).transport.close()
-        else:
-            time.sleep(FULL_SECONDS)
-        raise BlockingIOError
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        await super().shutdown(sockets)
 
-    def _lowest_free(self) -> float:
-        """Returns the number that the next descriptor gets."""
-        try:
-            free = os.dup(self.fileno())
-        except OSError:  # there is none
-            return math.inf
-        os.close(free)
-        return free
+    async def _accept(self, bound: socket.socket) -> None:
+        loop, connections = asyncio.get_running_loop(), cast("set[Connection]", self.server_state.connections)
+        protocol = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        most, may_warn = _most_connections(), Few(1)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(bound)
+                if sys.platform == "linux":  # other systems have no such limit
+                    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
+                _, new = await loop.connect_accepted_socket(protocol, client)
+            except OSError:  # the client has left, or something else has taken the reserve
+                await asyncio.sleep(FULL_SECONDS)
+                continue
+            while len(connections) > most:
+                if may_warn():
+                    LOG.warning("%d connections are open; those that wait for their client make room for others", most)
+                waiting = [each for each in connections if each.waits and each is not new]
+                if waiting:
+                    min(waiting, key=lambda each: each.began).transport.abort()  # close would wait until an answer is read
+                await asyncio.sleep(0 if waiting else FULL_SECONDS)
+
+
+def _most_connections() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, limit - len(os.listdir("/dev/fd")) - min(RESERVE, limit // 4)))
+
+
+class Few:
+    """Returns True for the first ``most`` calls in a minute, for lines of the log of which clients can cause any number."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._calls, self._end = most, 0, 0.0
+
+    def __call__(self) -> bool:
+        if time.monotonic() >= self._end:
+            self._calls, self._end = 0, time.monotonic() + 60
+        self._calls += 1
+        return self._calls <= self._most

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msattn.trainer.config import ServeConfig
@@ -23,6 +24,7 @@ from msattn.trainer.serving.engines.http.bodies import Body
 from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
 from msattn.trainer.serving.engines.http.grammar import Grammars
 from msattn.trainer.serving.engines.http.sampling import Sampler, Sampling
+from msattn.trainer.serving.engines.http.text import AnswerText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,16 +46,23 @@ class Pages(NamedTuple):
     total: int
 
 
+class Piece(NamedTuple):
+    """A part of an answer: text and log-probabilities, whose tokens need not match the text exactly."""
+
+    text: str
+    logprobs: list[Logprobs]
+
+
 class Generation:
     """A request that the manager runs; all methods belong to the event loop.
 
-    Puts itself into ``arrived`` with new tokens and their log-probabilities if any are asked for, with an error, and with None
-    at its end. The answers to one request share this queue.
+    Puts itself into ``arrived`` with each piece of its text up to a stop string, with an error, and with None at its end. The
+    answers to one request share this queue. Its end does not depend on when the queue is read.
     """
 
     def __init__(self, engine: "Engine", name: str, prompt_tokens: int, sampling: Sampling, arrived: "Arrived") -> None:
         self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
-        self.sampling = sampling
+        self.sampling, self._text = sampling, AnswerText(engine.loaded.tokenizer, sampling.stop)
         self.outcome: str | None = None  # stop, length, failed or cancelled; None while it runs
         self.started = time.monotonic()
         self.first_token: float | None = None
@@ -64,19 +73,35 @@ class Generation:
         """Takes what the manager has generated."""
         if self.outcome is not None:
             return
-        known = len(self.tokens)
-        if new := output.generated_tokens[known:]:
+        try:
+            self._take(output)
+        except Exception as error:  # a fault of this server, which is raised where the answer is written
+            self.fail(error, "failed")
+
+    def _take(self, output: "GenerationOutput") -> None:
+        known, running = len(self.tokens), not output.is_finished()
+        new, logprobs = output.generated_tokens[known:], cast("Any", output.logprobs)[known:]  # [] if none are asked for
+        piece, ends = Piece("", []), False
+        for token, logprob in zip_longest(new, logprobs):
             self.first_token = self.first_token or time.monotonic()
-            self.tokens += new
-            self._arrived.put_nowait((self, (new, cast("Any", output.logprobs)[known:])))
+            self.tokens.append(token)
+            ends = token in self.sampling.ends
+            if not ends:
+                piece = Piece(piece.text + self._text.push(token), piece.logprobs + [logprob] * (logprob is not None))
+            if self._text.stopped:
+                break
+        if not running:
+            piece = piece._replace(text=piece.text + self._text.finish())
+        if any(piece):
+            self._arrived.put_nowait((self, piece))
         if output.error is not None:
             self.fail(FAILED, "failed", running=False)
-        elif output.is_finished() and self.sampling.grammar is not None and self.sampling.grammar.failed:
+        elif not running and self.sampling.grammar is not None and self.sampling.grammar.failed:
             self.fail(NO_WAY_ON, "failed", running=False)
-        elif output.is_finished():
-            self.end("stop" if {*self.tokens[-1:]} & {*self.sampling.ends} else "length", running=False)
+        elif self._text.stopped or not running:
+            self.end("stop" if self._text.stopped or ends else "length", running=running)
 
-    def fail(self, error: ApiError, outcome: str, *, running: bool = True) -> None:
+    def fail(self, error: Exception, outcome: str, *, running: bool = True) -> None:
         """Ends the request with an error."""
         if self.outcome is None:
             self._arrived.put_nowait((self, error))
@@ -90,7 +115,7 @@ class Generation:
             self._engine.close(self, running=running)
 
 
-Arrived = asyncio.Queue[tuple[Generation, tuple[list[int], list[Logprobs]] | ApiError | None]]
+Arrived = asyncio.Queue[tuple[Generation, Piece | Exception | None]]
 
 
 def usage_of(generations: list[Generation]) -> dict[str, int]:
@@ -212,14 +237,14 @@ class Engine:
 
         ``temperature`` and ``top_p`` are by default those of the model's generation_config.json if it samples, otherwise 1.
         """
-        if unknown := next((token for token in body.logit_bias or () if token >= self._sampler.vocabulary), None):
-            message = f"logit_bias: token {unknown} is outside the vocabulary ({self._sampler.vocabulary} tokens)"
-            raise ApiError(400, message, param="logit_bias")
+        for name, tokens in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids or ())):
+            if unknown := next((token for token in tokens if token >= self._sampler.vocabulary), None):
+                message = f"{name}: token {unknown} is outside the vocabulary ({self._sampler.vocabulary} tokens)"
+                raise ApiError(400, message, param=name)
         seed = self._seeds.getrandbits(64) if body.seed is None else body.seed
         return [
             Sampling(
                 f"{seed} {number}",
-                ends=[] if body.ignore_eos else self.ends,
                 temperature=self._temperature if body.temperature is None else body.temperature,
                 top_p=self._top_p if body.top_p is None else body.top_p,
                 top_k=max(body.top_k or 0, 0),
@@ -229,6 +254,8 @@ class Engine:
                 logit_bias=body.logit_bias or {},
                 grammar=None if body.schema_of_answer is None else self._grammars.of_schema(body.schema_of_answer),
                 logprobs=body.number_of_logprobs,
+                stop=body.stop,
+                ends={*(() if body.ignore_eos else self.ends), *(body.stop_token_ids or ())},
             )
             for number in range(body.n or 1)
         ]
@@ -245,7 +272,7 @@ class Engine:
             request_id=generation.name,
             max_new_tokens=max_tokens,
             streaming=True,
-            eos_token_id=sampling.ends or -1,
+            eos_token_id=sorted(sampling.ends) or -1,
             sampling=sampling,
         )
         if added is None:  # the thread has ended since the check

@@ -6,7 +6,7 @@ graph, so its tensors keep their addresses.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,6 @@ class Sampling:
     """The parameters of one answer, and its state: random numbers, tokens so far, grammar."""
 
     seed: str
-    ends: Sequence[int] = ()  # tokens that end the answer
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
@@ -38,6 +37,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: JsonGrammar | None = None
     logprobs: int | None = None  # number of likeliest tokens to report; None: nothing is reported
+    stop: Sequence[str] = ()  # strings that end the answer before them
+    ends: Collection[int] = ()  # tokens that end the answer
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)

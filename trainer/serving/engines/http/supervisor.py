@@ -11,7 +11,7 @@ import uvicorn
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, UserError, first_line, print_once
-from msattn.trainer.serving.engines.http.connections import Connection, Listener
+from msattn.trainer.serving.engines.http.connections import Server
 from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.signals import end_at_once, handle, handled
 
@@ -50,10 +50,10 @@ class Supervisor:
     def __init__(self, app: Any, engine: Engine, *, drain_s: float) -> None:
         # Errors and accesses have lines of their own; a client that sends no HTTP needs none.
         config = uvicorn.Config(
-            app, log_config=None, log_level="critical", access_log=False, lifespan="off", http=Connection, ws="none",
-            loop="asyncio", server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS,
+            app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none", loop="asyncio",
+            server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS,
         )  # fmt: skip
-        self._server, self._engine, self._drain_s = uvicorn.Server(config), engine, drain_s
+        self._server, self._engine, self._drain_s = Server(config), engine, drain_s
         self._stopped = False
 
     def run(self, bound: socket.socket) -> None:
@@ -76,7 +76,7 @@ class Supervisor:
 
     def _serve(self, bound: socket.socket) -> None:
         with suppress(SystemExit):  # uvicorn's, if it cannot start
-            self._server.run(sockets=[Listener(bound, self._server.server_state.connections)])
+            self._server.run(sockets=[bound])
 
     def stop(self) -> None:
         """Begins to stop, as a first signal does."""

@@ -1,16 +1,18 @@
 """Prompts as tokens, and new tokens as text, piece by piece, up to a stop string."""
 
+import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, cast
 
 from msattn.trainer.errors import first_line
-from msattn.trainer.serving.engines.http.answers import INCOMPLETE, ApiError
+from msattn.trainer.serving.engines.http.answers import ApiError, TokenString
 from msattn.trainer.serving.engines.http.bodies import Body, ChatBody, CompletionBody
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+INCOMPLETE = "\ufffd"  # what tokenizers decode an unfinished character to
 LONG_TEXT, PART = 2**20, 2**18  # characters of a text whose tokens are counted in parts first, and of a part
 
 
@@ -114,11 +116,23 @@ class TokenText:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False) if tokens else ""
 
 
-def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> TokenString:
     """Returns the text of a token inside a text, where it keeps its leading space; of a special token, its name."""
     before = tokenizer("a", add_special_tokens=False).input_ids[-1:]
     start, both = (cast("Any", tokenizer).decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token]))
-    return both[len(start) :]
+    text = both[len(start) :]
+    return TokenString(text, _part_of_character(tokenizer, token) if INCOMPLETE in text else text.encode())
+
+
+def _part_of_character(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes | None:
+    """Returns the bytes of a token by its name, in byte-level vocabularies and those with bytes for rare characters."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    name = cast("Any", tokenizer).convert_ids_to_tokens(token)
+    if byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
+        return bytes.fromhex(byte[1])
+    values = {letter: value for value, letter in bytes_to_unicode().items()}
+    return bytes(values[letter] for letter in name) if values.keys() >= set(name) else None
 
 
 class StopStrings:
@@ -127,20 +141,45 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self.found = False  # a stop string has come
         self._stop = stop
-        self._kept = ""
+        self._kept, self._visible = "", list[bool]()
 
-    def push(self, piece: str, *, last: bool = False) -> str:
-        """Returns the text that can be passed on after ``piece``; with ``last`` everything that is left."""
-        text, self._kept = self._kept + piece, ""
+    def push(self, piece: str, *, hidden: bool = False, last: bool = False) -> str:
+        """Returns the text that can be passed on after ``piece``; with ``last`` everything that is left.
+
+        A ``hidden`` piece is not passed on, but stop strings are looked for in it too.
+        """
+        text, visible = self._kept + piece, self._visible + [not hidden] * len(piece)
         places = [place for place in map(text.find, self._stop) if place >= 0]
-        if places:
-            self.found = True
-            return text[: min(places)]
-        if last:
-            return text
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._kept = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self.found = bool(places)
+        keep = 0 if last else max((_overlap(text, stop) for stop in self._stop), default=0)
+        end = min(places, default=len(text) - keep)
+        self._kept, self._visible = text[end:], visible[end:]
+        return "".join(compress(text[:end], visible))
+
+
+class AnswerText:
+    """The text of an answer from its tokens, up to the first of ``stop``, in which special tokens stand by their names."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop: Sequence[str]) -> None:
+        self._text, self._stop = TokenText(tokenizer), StopStrings(stop)
+        added = cast("Any", tokenizer).added_tokens_decoder if stop else {}
+        self._special = {token: str(each) for token, each in added.items() if each.special}
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string has come."""
+        return self._stop.found
+
+    def push(self, token: int) -> str:
+        """Returns the text that can be passed on after ``token``."""
+        piece = self._stop.push(self._text.push([token]))
+        if token in self._special and not self.stopped:
+            piece += self._stop.push(self._special[token], hidden=True)
+        return piece
+
+    def finish(self) -> str:
+        """Returns the rest of the text after the last token."""
+        return "" if self.stopped else self._stop.push(self._text.push([], last=True), last=True)
 
 
 def _overlap(text: str, stop: str) -> int:
