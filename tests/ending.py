@@ -22,7 +22,7 @@ def saved(
     model.generation_config.eos_token_id = generation
     model.save_pretrained(folder)
     save_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([AddedToken(added, special=False)])
     tokenizer.eos_token, tokenizer.chat_template = eos, template
     tokenizer.save_pretrained(folder)

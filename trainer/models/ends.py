@@ -25,10 +25,13 @@ def unite_end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBa
     """
     config: PreTrainedConfig = text_config(model.config)
     generation: Any = model.generation_config
-    named = (generation.eos_token_id, config.eos_token_id, tokenizer.eos_token_id, *of_template)
+    # Models with code of their own may lack it.
+    of_configs = (getattr(each, "eos_token_id", None) for each in (generation, config))
+    named = (*of_configs, tokenizer.eos_token_id, *of_template)
     found = [token for each in named for token in _listed(each) if 0 <= token < config.vocab_size]  # -1 in old files: none
     ends = sorted({*found})
-    generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    if generation is not None:
+        generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     if tokenizer.eos_token is None:
         tokenizer.eos_token = next(filter(None, map(tokenizer.convert_ids_to_tokens, found)), None)
 
