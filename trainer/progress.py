@@ -14,7 +14,6 @@ from typing import Any
 from rich import progress as rich
 from rich.console import Console
 
-from msattn.trainer.errors import print_once
 from msattn.trainer.ranks import is_main_rank
 
 INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
@@ -31,9 +30,10 @@ def duration(seconds: float) -> str:
 def estimate(command: str, parts: Mapping[str, float]) -> None:
     """Prints how long a command takes in all, from the seconds of its parts, unless that is less than :data:`INTERVAL`."""
     total = sum(parts.values())
-    if total >= INTERVAL:
+    if total >= INTERVAL and is_main_rank():
         listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
-        print_once(f"{command} takes about {duration(total)} in all: {listed}")
+        sys.stderr.write(f"msattn: {command} takes about {duration(total)} in all: {listed}\n")
+        sys.stderr.flush()
         postpone()
 
 

@@ -54,7 +54,7 @@ OF_DAMAGE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Memor
 
 
 class Header(NamedTuple):
-    """What a file holds before its weights: metadata, with lists of texts replaced by their lengths, and places of tensors."""
+    """The header of a file: metadata, with lists of texts replaced by their lengths, and the places of tensors."""
 
     metadata: dict[str, Any]
     places: dict[str, tuple[int, int]]  # first byte of a tensor in the file, and the one after its last
