@@ -84,7 +84,13 @@ def visible(
 
 
 def block_numbers(
-    batch: int, num_queries: int, num_keys: int, causal: bool, kv_start: Tensor | None, block_size: int
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    kv_start: Tensor | None,
+    block_size: int,
+    key_block_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the row block of each query and the column block of each key.
 
@@ -95,7 +101,8 @@ def block_numbers(
     offset = query_offset(num_queries, num_keys, causal)
     rows = torch.arange(num_queries, device=device) + offset - start.clamp(min=offset)[:, None]
     cols = torch.arange(num_keys, device=device) - start[:, None]
-    return tuple(torch.where(x < 0, -1, x // block_size) for x in (rows, cols))  # type: ignore[return-value]
+    sizes = block_size, key_block_size or block_size
+    return tuple(torch.where(x < 0, -1, x // size) for x, size in zip((rows, cols), sizes, strict=True))  # type: ignore[return-value]
 
 
 def tokens_of_blocks(

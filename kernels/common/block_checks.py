@@ -12,10 +12,19 @@ ZOOMS = (1, 2, 4, 8)
 POOLINGS = ("avg", "max", "min")
 
 
-def check_block_size(block_size: int) -> None:
-    """Checks that ``block_size`` is a power of two from 16 to 128, a tile length."""
+def check_block_size(block_size: int, name: str = "block_size") -> None:
+    """Checks that ``block_size``, an argument called ``name``, is a power of two from 16 to 128, a tile length."""
     if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+        raise ValueError(f"{name}={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+
+
+def resolve_key_block_size(block_size: int, key_block_size: int | None) -> int:
+    """Returns the number of keys in a block, ``block_size`` by default, after a check of both sizes."""
+    check_block_size(block_size)
+    if key_block_size is None:
+        return block_size
+    check_block_size(key_block_size, "key_block_size")
+    return key_block_size
 
 
 def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:

@@ -18,6 +18,7 @@ def gate_scores(
     q_pool: list[str],
     num_keys: int,
     block_size: int = 64,
+    key_block_size: int | None = None,
     kv_start: Tensor | None = None,
     q_rope: Tensor | None = None,
     mean_weight: float = 0.0,
@@ -27,7 +28,7 @@ def gate_scores(
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
     rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]
-    cols = torch.arange(0, num_keys, block_size, device=q.device)[None]
+    cols = torch.arange(0, num_keys, key_block_size or block_size, device=q.device)[None]
     key_weight = key_weight.unflatten(0, (pooled_k.shape[1], -1))
     gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k[..., :k_width], key_weight).flatten(1, 2)
     if inv_freq is not None:

@@ -58,8 +58,11 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     block_size = _block_size(head_size)
     kv_start = starts([8]) if block_size == 128 else None
     mass = _choose(["mass", "mean_mass"], head_size, sm)
-    for softcap, sinks, pool in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), ("max", mass), strict=True):
-        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap, pool)
+    of_keys = (block_size, 16)  # equal, and fewer keys than queries
+    for key_block_size, softcap, sinks, pool in zip(
+        of_keys, CAPS, (None, torch.zeros(4, dtype=dtype)), ("max", mass), strict=True
+    ):
+        op.launch(q, k, v, sinks, kv_start, block_size, key_block_size, True, 0.1, softcap, pool)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -159,12 +162,12 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import block_counts
 
     q = torch.zeros(2, 4, 200, head_size, dtype=dtype)
-    usual, other = (4, head_size, None, 64), (2, 24, starts([8, 0]), 128)
-    heads, hidden, kv_start, block = _choose([usual, other], head_size, sm)
+    usual, other = (4, head_size, None, 64, 16), (2, 24, starts([8, 0]), 128, 128)
+    heads, hidden, kv_start, block, key_block = _choose([usual, other], head_size, sm)
     means = (q, 0.5) if heads == 4 or head_size == 256 else (None, 0.0)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
-    pooled_k = torch.zeros(2, 2, -(-200 // block), (2 + (means[0] is not None)) * head_size)
-    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, kv_start, *means, head_size != 16)
+    pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
+    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, head_size != 16)
     total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
     block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 
