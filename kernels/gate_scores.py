@@ -20,7 +20,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common import block_pooling as pooling
-from msattn.kernels.common.block_checks import resolve_key_block_size, check_poolings, check_rotated
+from msattn.kernels.common.block_checks import check_poolings, check_rotated, resolve_key_block_size
 from msattn.kernels.common.checks import check_per_sequence, check_tokens, first_query, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.common.registration import register_op
@@ -89,8 +89,8 @@ def gate_scores(
     Returns
     -------
     Tensor
-        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / key block)]``. Rows sum to 1, the last one
-        with ``last_queries`` to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
+        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / key block)]``. Rows sum to 1, with
+        ``last_queries`` the last one to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
 
     Raises
     ------
@@ -181,7 +181,8 @@ def launch(
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
         gate_q, gate_k, mean_q, mean_k, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
         HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, KEY_BLOCK=key_block_size,
-        SINGLE=single > 0, ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
+        SINGLE=single > 0, ROWS=ROWS, COLS=64,
+        DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
     )  # fmt: skip
     return scores
 

@@ -76,8 +76,8 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
         cfg = gate.cfg
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
         pooled = maxpool_attention(q, k, v, block_size=16, scale=x.scale, pool=cfg.target).pooled
-        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, 16), cfg))
-        return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
+        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, cfg.sizes), cfg))
+        return selected_attention(x, Selection.from_config(select, gate).blocks(x), cfg.sizes).out
 
     with tap(plain.model, gated_attention):
         logits = plain.model.lm_head(run_backbone(plain.model, IDS))

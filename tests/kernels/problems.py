@@ -74,10 +74,8 @@ class Case(NamedTuple):
 
     def options(self, device: str = "cpu") -> dict[str, Any]:
         """Returns the keyword arguments of the operation."""
-        sizes = {"block_size": self.block_size}
-        if self.key_block_size is not None:
-            sizes["key_block_size"] = self.key_block_size
-        return {**sizes, "causal": self.causal, "kv_start": starts(self.padding, device)}
+        key_block = {} if self.key_block_size is None else {"key_block_size": self.key_block_size}
+        return {"block_size": self.block_size, **key_block, "causal": self.causal, "kv_start": starts(self.padding, device)}
 
 
 def full_product(

@@ -17,8 +17,9 @@ from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import softcap
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
+from msattn.trainer.config.sizes import BlockSizes
 
-BLOCK = 64
+SIZES = BlockSizes(64, 64)  # of blocks whose sizes do not matter
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ def with_sinks(x: LayerInputs, state: SparseAttention) -> SparseAttention:
     return state if x.sinks is None else apply_sinks(state, x.sinks)
 
 
-def block_map(x: LayerInputs, block_size: int = BLOCK, pool: str = "max") -> MaxPoolAttention:
+def block_map(x: LayerInputs, sizes: BlockSizes = SIZES, pool: str = "max") -> MaxPoolAttention:
     """Returns dense attention of a layer and its block map; see :func:`msattn.kernels.maxpool_attention.maxpool_attention`."""
-    options: dict[str, Any] = score_options(x) | {"block_size": block_size, "pool": pool, "sinks": x.sinks}
+    options: dict[str, Any] = score_options(x) | sizes.arguments | {"pool": pool, "sinks": x.sinks}
     return maxpool_attention(x.q, x.k, x.v, **options)
 
 
@@ -93,9 +94,9 @@ def dense_attention(x: LayerInputs) -> Tensor:
     """Computes the attention of a layer over all keys, as the model does, differentiable: ``[B, Hq, N, D]``."""
     if x.softcap is None and x.sinks is None:
         return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
-    rows, cols = (-(-tokens // BLOCK) for tokens in (x.num_queries, x.num_keys))
+    rows, cols = (-(-tokens // SIZES.queries) for tokens in (x.num_queries, x.num_keys))
     every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
-    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=BLOCK, **score_options(x))).out
+    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=SIZES.queries, **score_options(x))).out
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:

@@ -42,20 +42,20 @@ class QuestionScores(GateScores):
         scores = self.gate.scores(x)
         if not x.ends_prompt:
             return scores
-        seen = last_attention(x, LAST_QUERIES, self.block_size)
-        masses = torch.cat([mass.unflatten(-1, (-1, self.block_size)).sum(-1) for mass in seen], dim=1)
+        seen = last_attention(x, LAST_QUERIES, self.sizes.keys)
+        masses = torch.cat([mass.unflatten(-1, (-1, self.sizes.keys)).sum(-1) for mass in seen], dim=1)
         shared = masses.shape[1] // scores.shape[1]
         masses = masses.unflatten(1, (-1, shared)).amax(2)  # [B, Hg, n, Tc]: a gate head serves all of its query heads
         # In place: at 131,072 tokens the scores of 32 heads are half a GiB.
         torch.maximum(scores, COLUMNS * normalize_rows(masses.sum(2, keepdim=True)), out=scores)
-        scores *= visible_blocks(x, self.block_size)
+        scores *= visible_blocks(x, self.sizes)
         scores /= scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         self._set_exact_rows(x, scores, masses)
         return scores
 
     def _set_exact_rows(self, x: LayerInputs, scores: Tensor, masses: Tensor) -> None:
         """Sets the rows of ``scores`` that hold the last queries, of which ``masses [B, Hg, n, Tc]`` are the attention."""
-        n, size = masses.shape[2], self.block_size
+        n, size = masses.shape[2], self.sizes.queries
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         positions = last_positions(x, n)
         touched = min(scores.shape[2], 1 + -(-(n - 1) // size))
