@@ -15,8 +15,8 @@ Row lists are iterated from the first key forwards, column lists from the last q
 share tiles in the L2 cache and both kernels process the blocks on the diagonal last.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists as in
-:mod:`msattn.kernels.common.block_lists`. Blocks have ROWS queries and KEYS keys, tiles BM queries and BN keys, each a block or an
-even part of one.
+:mod:`msattn.kernels.common.block_lists`. Blocks have ROWS queries and KEYS keys, tiles BM queries and BN keys, each a block or
+an even part of one.
 """
 
 import torch

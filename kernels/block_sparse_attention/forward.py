@@ -7,7 +7,9 @@ read, full blocks before those on the diagonal or at the end of the keys. One pr
 list, so that the cost is proportional to the number of selected blocks. The backward pass is in
 :mod:`msattn.kernels.block_sparse_attention.backward`.
 
-A tile has BM = block queries and BN keys, a whole block or an even part of one.
+A tile has BM queries, a row block, and BN keys: a block of KEYS keys, an even part of one, or several from the list, so that
+products of small blocks fill the tensor cores. Descriptors load tiles within a block; those of several blocks are gathered by the
+addresses of their keys, full blocks first, so that only the last tiles need a mask.
 """
 
 import torch
@@ -125,6 +127,8 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
     tile = tuned_tile("block_sparse_attention", q)
+    if key_block_size < tile.keys:
+        tile = tuned_tile("block_sparse_attention_gathered", q)
     rows, keys = block_size, tile.keys
     offset = query_offset(num_queries, num_keys, causal)
     lists, lengths = compact_rows(block_mask, kv_start, num_queries, num_keys, offset, block_size, key_block_size, causal)
@@ -186,22 +190,20 @@ def _block_sparse_attention_kernel(
         v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * stride_vn
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
-            u = listed_keys(list_ptr, n, all_blocks, KEYS, BN)
-            row = tl.minimum(u, keys - 1).to(tl.int64)
-            k = load_rows(k_ptr + row * stride_kn, HEAD, COLS)
-            v = load_rows(v_ptr + row * stride_vn, HEAD, COLS)
+            u = listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN)
+            k = load_rows(k_ptr + u.to(tl.int64) * stride_kn, u < keys, HEAD, COLS)
         else:
-            u0 = tl.load(list_ptr + n * BN // KEYS).to(tl.int32) * KEYS + n * BN % KEYS
-            u = u0 + tl.arange(0, BN)
-            k = load_tile(k_view, b, kv_head, first_key + u0, BN, COLS)
-            v = load_tile(v_view, b, kv_head, first_key + u0, BN, COLS)
+            u = tl.load(list_ptr + n * BN // KEYS).to(tl.int32) * KEYS + n * BN % KEYS
+            k = load_tile(k_view, b, kv_head, first_key + u, BN, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
-            if KEYS < BN:
-                u = tl.where(n * BN + tl.arange(0, BN) < all_blocks * KEYS, u, keys)
-            s = mask_scores(s, t, u, keys, delta, CAUSAL)
+            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN), keys, delta, CAUSAL)
+        if KEYS < BN:
+            v = load_rows(v_ptr + u.to(tl.int64) * stride_vn, u < keys, HEAD, COLS)
+        else:
+            v = load_tile(v_view, b, kv_head, first_key + u, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     store_rows(out_ptr, lse_ptr, out, lse2, b, h, t, first_query, kv_heads * group, num_queries,

@@ -177,14 +177,15 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 
 
 @triton.jit
-def listed_keys(list_ptr, n, entries, KEYS: tl.constexpr, BN: tl.constexpr):
-    """Returns the keys ``[BN]`` of tile n of a list of ``entries`` blocks of KEYS keys, several blocks each.
+def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr):
+    """Returns the keys ``[BN]`` of tile n of a list of ``entries`` blocks of KEYS keys each, several blocks or a part of one.
 
-    After the last block, its keys repeat: they are :func:`past_list`.
+    Those after the last block are past the end of the sequence, which has ``keys``.
     """
-    first = n * BN + tl.arange(0, BN // KEYS) * KEYS
-    block = tl.load(list_ptr + tl.minimum(first // KEYS, entries - 1)).to(tl.int32)
-    return tl.reshape(block[:, None] * KEYS + tl.arange(0, KEYS)[None, :], [BN])
+    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys
+    place = n * BN + tl.arange(0, BN // RUN) * RUN
+    block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
+    return tl.reshape((block * KEYS + place % KEYS)[:, None] + tl.arange(0, RUN)[None, :], [BN])
 
 
 @triton.jit

@@ -159,11 +159,11 @@ def load_tile(desc, b, h, row, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(row_ptrs, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Loads the rows at ``row_ptrs [ROWS]``, a tile ``[ROWS, COLS]``."""
+def load_rows(row_ptrs, live, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Loads the rows at ``row_ptrs [ROWS]`` as a tile ``[ROWS, COLS]``, zeros for those that are not ``live``."""
     d = tl.arange(0, COLS)
-    mask = None if HEAD == COLS else (d < HEAD)[None, :]
-    return tl.load(row_ptrs[:, None] + d[None, :], mask=mask, other=None if HEAD == COLS else 0.0)
+    mask = live[:, None] if HEAD == COLS else live[:, None] & (d < HEAD)[None, :]
+    return tl.load(row_ptrs[:, None] + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
