@@ -20,19 +20,33 @@ from msattn.kernels.common.primitives import sequence_span, tl, triton
 
 
 def compact_rows(
-    block_mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, offset: int, block_size: int, causal: bool
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    block_size: int,
+    key_block_size: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns lists and lengths of the column blocks that each row block reads.
 
     These are the True blocks up to the causal limit. The module docstring gives the layouts.
     """
     return _compact(
-        block_mask[:, :, None], kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=False
-    )
+        block_mask[:, :, None], kv_start, num_queries, num_keys, offset,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=False,
+    )  # fmt: skip
 
 
 def compact_packed_rows(
-    block_mask: Tensor, cu_queries: Tensor, kv_len: Tensor, num_queries: int, num_keys: int, block_size: int
+    block_mask: Tensor,
+    cu_queries: Tensor,
+    kv_len: Tensor,
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    key_block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the lists of :func:`compact_rows` for packed causal sequences, whose lengths are on the device.
 
@@ -40,7 +54,7 @@ def compact_packed_rows(
     """
     return _compact(
         block_mask[:, :, None], None, num_queries, num_keys, 0, cu_queries, kv_len,
-        BLOCK=block_size, CAUSAL=True, BY_COLUMN=False,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=True, BY_COLUMN=False,
     )  # fmt: skip
 
 
@@ -51,6 +65,7 @@ def compact_columns(
     num_keys: int,
     offset: int,
     block_size: int,
+    key_block_size: int,
     causal: bool,
     kv_heads: int,
     group: int,
@@ -61,7 +76,10 @@ def compact_columns(
     """
     shared = min(block_mask.shape[1], kv_heads)
     grouped = block_mask.unflatten(1, (shared, -1)).expand(-1, kv_heads, group, -1, -1).mT
-    return _compact(grouped, kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=True)
+    return _compact(
+        grouped, kv_start, num_queries, num_keys, offset,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=True,
+    )  # fmt: skip
 
 
 def _compact(
@@ -99,7 +117,8 @@ def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
     num_queries, num_keys, entries, offset,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, BY_COLUMN: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """One program compacts one row block (column block) of the mask."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -108,9 +127,9 @@ def _compact_kernel(
     else:
         _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     if BY_COLUMN:
-        begin, end, full_begin, full_end = _visible_row_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        begin, end, full_begin, full_end = _visible_row_blocks(block * KEYS, keys, queries, delta, ROWS, KEYS, CAUSAL)
     else:
-        begin, end, full_begin, full_end = visible_column_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        begin, end, full_begin, full_end = visible_column_blocks(block * ROWS, keys, queries, delta, ROWS, KEYS, CAUSAL)
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
     mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
@@ -130,31 +149,43 @@ def _compact_kernel(
 
 
 @triton.jit
-def visible_column_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of column blocks that the row block at t0 sees.
+def visible_column_blocks(t0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Returns the range of column blocks, of KEYS keys each, that the row block of ROWS queries at t0 sees.
 
     It is ``[begin, end)``, followed by the range of those that all its queries see in full.
     """
-    last, full_end = keys, keys // BLOCK
+    last, full_end = keys, keys // KEYS
     if CAUSAL:
-        last = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
-        full_end = tl.minimum(keys, t0 + delta + 1) // BLOCK
-    return 0, tl.where(t0 < queries, tl.cdiv(last, BLOCK), 0), 0, full_end
+        last = tl.minimum(keys, tl.minimum(t0 + ROWS, queries) + delta)
+        full_end = tl.minimum(keys, t0 + delta + 1) // KEYS
+    return 0, tl.where(t0 < queries, tl.cdiv(last, KEYS), 0), 0, full_end
 
 
 @triton.jit
-def _visible_row_blocks(u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of row blocks that see the column block at u0.
+def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Returns the range of row blocks, of ROWS queries each, that see the column block of KEYS keys at u0.
 
     It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and queries past the end of a sequence
     count as seen: the gradients of such keys are not stored, and such queries are loaded as 0.
     """
     begin, full_begin = 0, 0
-    end = tl.cdiv(queries, BLOCK)
+    end = tl.cdiv(queries, ROWS)
     if CAUSAL:
-        begin = tl.maximum(u0 - delta, 0) // BLOCK
-        full_begin = tl.cdiv(tl.maximum(u0 + BLOCK - 1 - delta, 0), BLOCK)
+        begin = tl.maximum(u0 - delta, 0) // ROWS
+        full_begin = tl.cdiv(tl.maximum(u0 + KEYS - 1 - delta, 0), ROWS)
     return begin, tl.where(u0 < keys, end, 0), full_begin, end
+
+
+@triton.jit
+def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr):
+    """Returns the keys ``[BN]`` of tile n of a list of ``entries`` blocks of KEYS keys each, several blocks or a part of one.
+
+    Those after the last block are past the end of the sequence, which has ``keys``.
+    """
+    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys
+    place = n * BN + tl.arange(0, BN // RUN) * RUN
+    block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
+    return tl.reshape((block * KEYS + place % KEYS)[:, None] + tl.arange(0, RUN)[None, :], [BN])
 
 
 @triton.jit

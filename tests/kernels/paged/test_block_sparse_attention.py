@@ -30,6 +30,11 @@ class Case(NamedTuple):
     mask_heads: int
     sequences: tuple[tuple[int, int], ...]
     dtype: torch.dtype = torch.float32
+    key_block_size: int | None = None
+
+    @property
+    def key_block(self) -> int:
+        return self.key_block_size or self.block_size
 
     @property
     def new(self) -> list[int]:
@@ -49,7 +54,8 @@ class Problem(NamedTuple):
 
     def options(self, case: Case) -> dict[str, int]:
         """Returns the keyword arguments of the operation."""
-        return {"max_queries": max(1, *case.new), "block_size": case.block_size}
+        key_block = {} if case.key_block_size is None else {"key_block_size": case.key_block_size}
+        return {"max_queries": max(1, *case.new), "block_size": case.block_size, **key_block}
 
 
 def make(case: Case, device: str, seed: int = 0) -> Problem:
@@ -63,7 +69,7 @@ def make(case: Case, device: str, seed: int = 0) -> Problem:
     cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
     cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
     row_blocks = -(-max(1, *case.new) // case.block_size)
-    col_blocks = -(-cache.table.shape[1] * case.page_size // case.block_size)
+    col_blocks = -(-cache.table.shape[1] * case.page_size // case.key_block)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, case.mask_heads, row_blocks, col_blocks, generator=generator) < 0.5
     return Problem(q[0].transpose(0, 1), cache, cu_queries, mask.to(device) if case.mask_heads else None, k, v)
@@ -76,7 +82,7 @@ def keys_seen(case: Case, mask: Tensor | None, b: int, device: str) -> Tensor:
     seen = (j <= cached + i)[None]
     if mask is not None:
         of_head = mask[b].repeat_interleave(case.q_heads // mask.shape[1], 0)
-        seen = seen & of_head[:, i // case.block_size, j // case.block_size]
+        seen = seen & of_head[:, i // case.block_size, j // case.key_block]
     return seen[None]
 
 
@@ -112,6 +118,12 @@ CASES = [
     Case(64, 16, 7, 7, 64, 0, ((111, 1), (63, 63)), HALF),
     Case(256, 64, 2, 1, 256, 2, ((64, 64),), FULL),
     Case(16, 32, 2, 1, 8, 0, ((1, 65), (0, 1)), HALF),
+    Case(16, 64, 4, 1, 64, 4, ((0, 1), (63, 65), (0, 0), (111, 63)), HALF, 16),
+    Case(64, 64, 3, 1, 80, 1, ((64, 65), (1, 111)), HALF, 16),
+    Case(48, 64, 2, 2, 64, 2, ((111, 65),), HALF, 32),
+    Case(256, 16, 7, 1, 64, 7, ((0, 63), (300, 65)), HALF, 64),
+    Case(16, 128, 4, 2, 16, 1, ((63, 111), (0, 65)), FULL, 32),
+    Case(16, 64, 2, 1, 64, 0, ((1, 65), (0, 130)), HALF, 16),
 ]
 
 
@@ -171,9 +183,11 @@ def test_compacted_lists(device: str) -> None:
     _, cache, cu_queries, mask, _, _ = make(case, device)
     assert mask is not None
     capacity = cache.table.shape[1] * case.page_size
-    lists, lengths = compact_packed_rows(mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size)
+    lists, lengths = compact_packed_rows(
+        mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size, case.block_size
+    )
     for b, (cached, new) in enumerate(case.sequences):
-        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, True)
+        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, case.block_size, True)
         assert torch.equal(lengths[b], sizes[0])
         for h, r in itertools.product(range(2), range(mask.shape[2])):
             count = sizes[0, h, r, 1]
