@@ -180,8 +180,8 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 def listed_runs(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
     """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
 
-    The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN adjacent
-    keys is a part of both. Runs after the last block are past the end of the sequence, which has ``keys``.
+    The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN
+    adjacent keys is a part of both. Runs after the last block are past the end of the sequence, which has ``keys``.
     """
     place = n * BN + tl.arange(0, BN // RUN) * RUN
     if list_ptr is None:

@@ -242,10 +242,9 @@ def _paged_block_sparse_attention_kernel(
                 s = cap_scores(s, limit)
             v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
+    runs, pages = _find_pages(list_ptr, table_ptr, first, all_blocks, keys, KEYS, BN, RUN, PAGE)
     for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
-        runs = listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN)
-        page = repeat_runs(load_pages(table_ptr, runs, runs < keys, PAGE)[0], RUN).to(tl.int64)
-        u = run_keys(runs, RUN)
+        u, page = run_keys(runs, RUN), repeat_runs(pages, RUN).to(tl.int64)
         k = load_rows(k_ptr + page * stride_kp + u % PAGE * stride_ks, u < keys, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
@@ -254,11 +253,21 @@ def _paged_block_sparse_attention_kernel(
             u_masked = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
             s = mask_scores(s, t, u_masked, keys, delta, True)
         v = load_rows(v_ptr + page * stride_vp + u % PAGE * stride_vs, u < keys, HEAD, COLS)
+        runs, pages = _find_pages(list_ptr, table_ptr, n + 1, all_blocks, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
     tl.store(row_ptrs, out.to(out_ptr.dtype.element_ty), mask=stored)
     tl.store(lse_ptr + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)
+
+
+@triton.jit
+def _find_pages(
+    list_ptr, table_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr
+):
+    """Returns the runs of tile n, and their pages."""
+    runs = listed_runs(list_ptr, n, entries, keys, KEYS, BN, RUN)
+    return runs, load_pages(table_ptr, runs, runs < keys, PAGE)[0]
 
 
 @triton.jit
