@@ -184,10 +184,10 @@ def listed_runs(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr
     adjacent keys is a part of both. Runs after the last block are past the end of the sequence, which has ``keys``.
     """
     place = n * BN + tl.arange(0, BN // RUN) * RUN
-    if list_ptr is None:
-        return place
-    block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
-    return block * KEYS + place % KEYS
+    if list_ptr is not None:
+        block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
+        place = block * KEYS + place % KEYS
+    return place
 
 
 @triton.jit
