@@ -8,8 +8,8 @@ list, so that the cost is proportional to the number of selected blocks. The bac
 :mod:`msattn.kernels.block_sparse_attention.backward`.
 
 A tile has BM queries, a row block, and BN keys: a block of KEYS keys, an even part of one, or several from the list, so that
-products of small blocks fill the tensor cores. Descriptors load tiles within a block; those of several blocks are gathered by the
-addresses of their keys, full blocks first, so that only the last tiles need a mask.
+products of small blocks fill the tensor cores. Descriptors load tiles within a block; those of several blocks are gathered by
+the addresses of their keys, full blocks first, so that only the last tiles need a mask.
 """
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask, resolve_key_block_size
-from msattn.kernels.common.block_lists import compact_rows, find_list, listed_keys
+from msattn.kernels.common.block_lists import compact_rows, find_list, listed_runs, run_keys
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -188,9 +188,10 @@ def _block_sparse_attention_kernel(
     if KEYS < BN:
         k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * stride_kn
         v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * stride_vn
+    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys of a tile
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
-            u = listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN)
+            u = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
             k = load_rows(k_ptr + u.to(tl.int64) * stride_kn, u < keys, HEAD, COLS)
         else:
             u = tl.load(list_ptr + n * BN // KEYS).to(tl.int32) * KEYS + n * BN % KEYS
@@ -199,7 +200,8 @@ def _block_sparse_attention_kernel(
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
-            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN), keys, delta, CAUSAL)
+            u_masked = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
+            s = mask_scores(s, t, u_masked, keys, delta, CAUSAL)
         if KEYS < BN:
             v = load_rows(v_ptr + u.to(tl.int64) * stride_vn, u < keys, HEAD, COLS)
         else:

@@ -177,15 +177,29 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 
 
 @triton.jit
-def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr):
-    """Returns the keys ``[BN]`` of tile n of a list of ``entries`` blocks of KEYS keys each, several blocks or a part of one.
+def listed_runs(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+    """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
 
-    Those after the last block are past the end of the sequence, which has ``keys``.
+    The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN
+    adjacent keys is a part of both. Runs after the last block are past the end of the sequence, which has ``keys``.
     """
-    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys
     place = n * BN + tl.arange(0, BN // RUN) * RUN
-    block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
-    return tl.reshape((block * KEYS + place % KEYS)[:, None] + tl.arange(0, RUN)[None, :], [BN])
+    if list_ptr is not None:
+        block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
+        place = block * KEYS + place % KEYS
+    return place
+
+
+@triton.jit
+def run_keys(runs, RUN: tl.constexpr):
+    """Returns the keys of runs that begin at ``runs [R]``, ``[R * RUN]``."""
+    return repeat_runs(runs, RUN) + tl.arange(0, runs.shape[0] * RUN) % RUN
+
+
+@triton.jit
+def repeat_runs(x, RUN: tl.constexpr):
+    """Repeats each element of ``x [R]``, ``[R * RUN]``."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], RUN]), [x.shape[0] * RUN])
 
 
 @triton.jit

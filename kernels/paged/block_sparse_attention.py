@@ -4,17 +4,26 @@ As in :mod:`msattn.kernels.block_sparse_attention`, the mask is compacted into l
 block of a head and iterates over its list; without a mask it iterates over all blocks that it sees. Sequences of a batch differ
 in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
 
-A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page, and descriptors load
-the tiles of full blocks, as for contiguous keys. Other tiles are loaded by the addresses of their keys: slots of the last page
-may not be filled, and smaller pages are looked up for each key (:mod:`msattn.kernels.common.paged_tiles`).
+A tile has BM queries and BN keys, a part of a block or several blocks. If its keys are in one block and one page, descriptors
+load the tiles of full blocks, as for contiguous keys. Other tiles are gathered by the addresses of their keys, as slots of the
+last page may not be filled; the page is looked up for each run of RUN keys, which is a part of a block and of a page.
 """
+
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_map_shape, resolve_key_block_size
-from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
+from msattn.kernels.common.block_lists import (
+    compact_packed_rows,
+    find_list,
+    listed_runs,
+    repeat_runs,
+    run_keys,
+    visible_column_blocks,
+)
 from msattn.kernels.common.checks import (
     check_device,
     check_tensor,
@@ -25,10 +34,11 @@ from msattn.kernels.common.checks import (
     resolve_softcap,
 )
 from msattn.kernels.common.paged_checks import check_paged_keys
-from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
+from msattn.kernels.common.paged_tiles import load_pages, packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
+    load_rows,
     load_tile,
     mask_scores,
     padded_head,
@@ -151,8 +161,8 @@ def launch(
         lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, num_queries, num_keys, block_size, key_block_size)
         list_heads, _, entries = lists.shape[1:]
 
-    keys, k_desc, v_desc = min(key_block_size, tile.keys), None, None
-    if page_size % keys == 0 and has_aligned_rows(k) and has_aligned_rows(v):
+    keys, k_desc, v_desc = tile.keys, None, None
+    if key_block_size >= keys and page_size % keys == 0 and has_aligned_rows(k) and has_aligned_rows(v):
         k_desc, v_desc = (tile_view(x.transpose(1, 2), keys) for x in (k, v))
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
@@ -162,7 +172,8 @@ def launch(
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=keys, KEYS=key_block_size, PAGE=page_size,
-        PRECISION=precision(q.dtype), STAGES=tile.stages,
+        RUN=gcd(page_size, key_block_size, keys),
+PRECISION=precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
@@ -188,7 +199,7 @@ def _paged_block_sparse_attention_kernel(
     stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    RUN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
@@ -220,10 +231,9 @@ def _paged_block_sparse_attention_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    PARTS: tl.constexpr = KEYS // BN  # key tiles of a block
     first = 0
     if k_desc is not None:
-        first = full * PARTS
+        first = full * (KEYS // BN)
         for n in tl.range(0, first, num_stages=2 * STAGES - 1):  # type: ignore[misc]  # pages are loaded as far ahead as tiles
             u0 = _first_key(list_ptr, n, KEYS, BN)
             page = tl.load(table_ptr + u0 // PAGE)
@@ -232,23 +242,32 @@ def _paged_block_sparse_attention_kernel(
                 s = cap_scores(s, limit)
             v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
-    for n in tl.range(first, all_blocks * PARTS):  # type: ignore[misc]
-        u0 = _first_key(list_ptr, n, KEYS, BN)
-        u = u0 + tl.arange(0, BN)
-        position = u0 if PAGE % BN == 0 else u  # the page of a tile within one is a scalar, whose load costs next to nothing
-        page, offset = load_pages(table_ptr, position, position < keys, PAGE)[0].to(tl.int64), u % PAGE
-        k = load_keys(k_ptr, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
+    runs, pages = _find_pages(list_ptr, table_ptr, first, all_blocks, keys, KEYS, BN, RUN, PAGE)
+    for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
+        u, page = run_keys(runs, RUN), repeat_runs(pages, RUN).to(tl.int64)
+        k = load_rows(k_ptr + page * stride_kp + u % PAGE * stride_ks, u < keys, HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
-        if n >= full * PARTS:
-            s = mask_scores(s, t, u, keys, delta, True)
-        v = load_keys(v_ptr, page, offset, u < keys, stride_vp, stride_vs, HEAD, COLS)
+        if n >= full * KEYS // BN:
+            u_masked = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
+            s = mask_scores(s, t, u_masked, keys, delta, True)
+        v = load_rows(v_ptr + page * stride_vp + u % PAGE * stride_vs, u < keys, HEAD, COLS)
+        runs, pages = _find_pages(list_ptr, table_ptr, n + 1, all_blocks, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
     tl.store(row_ptrs, out.to(out_ptr.dtype.element_ty), mask=stored)
     tl.store(lse_ptr + rows * (kv_heads * group) + h, lse2 * LN_2, mask=t < queries)
+
+
+@triton.jit
+def _find_pages(
+    list_ptr, table_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr
+):
+    """Returns the runs of tile n, and their pages."""
+    runs = listed_runs(list_ptr, n, entries, keys, KEYS, BN, RUN)
+    return runs, load_pages(table_ptr, runs, runs < keys, PAGE)[0]
 
 
 @triton.jit

@@ -68,21 +68,26 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.block_sparse_attention import backward, forward
 
-    _with_block_map(forward, backward, torch.bool, dtype, head_size, sm)
+    block_size = _block_size(head_size)  # then with other blocks of keys, several in a tile
+    key_blocks = (block_size,), (32 if block_size == 16 else 16,)
+    _with_block_map(forward, backward, torch.bool, dtype, head_size, sm, key_blocks)
 
 
 def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.multiscale_attention import backward, forward
 
-    _with_block_map(forward, backward, torch.uint8, dtype, head_size, sm)
+    _with_block_map(forward, backward, torch.uint8, dtype, head_size, sm, ((), ()))
 
 
-def _with_block_map(forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int) -> None:
+def _with_block_map(
+    forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int, key_blocks: Sequence[tuple[int, ...]]
+) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse, block_size = torch.zeros(1, 4, 200), _block_size(head_size)
-    blocks = torch.ones(1, 2, -(-200 // block_size), -(-200 // block_size), dtype=of_map)
-    options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-    for softcap in CAPS:
+    for softcap, key_block in zip(CAPS, key_blocks, strict=True):
+        row_blocks, col_blocks = (-(-200 // size) for size in (block_size, *(key_block or (block_size,))))
+        blocks = torch.ones(1, 2, row_blocks, col_blocks, dtype=of_map)
+        options = starts([8]) if block_size == 128 else None, block_size, *key_block, block_size != 16, 0.1
         forward.launch(q, k, v, blocks, *options, softcap)
         if _compiles_backward(head_size, sm):
             backward.launch(q, lse, q, k, v, blocks, q, lse, *options, softcap)
@@ -94,10 +99,10 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size, page_size = _block_size(head_size), _choose([256, 64, 16], head_size, sm)
     cache, _ = random_pages(k, v, starts([200]), page_size)
-    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
+    row_blocks, col_blocks = -(-200 // block_size), -(-cache.table.shape[1] * page_size // 16)
     mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
-    for block_mask, softcap in zip((None, mask), CAPS, strict=True):
-        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, 0.1, softcap)
+    for block_mask, key_block_size, softcap in zip((None, mask), (block_size, 16), CAPS, strict=True):
+        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, key_block_size, 0.1, softcap)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
