@@ -20,7 +20,7 @@ from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
-MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
+MAX_COLUMNS = 2**16  # of a score row: one program holds a whole row
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 
 
@@ -32,7 +32,7 @@ def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = 
     Parameters
     ----------
     logits : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
     visible : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that enter the softmax.
     backend : {"triton", "torch"}, optional
@@ -73,7 +73,7 @@ def best_blocks(
     Parameters
     ----------
     scores : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
     counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
         Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row with more visible blocks in
         ``always`` selects all of those.

@@ -156,7 +156,7 @@ def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import best_blocks as op
 
-    for cols in (7, 2048, 32768):
+    for cols in (7, 2048, 65536):
         scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
         op.launch_softmax(scores, visible)
         op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible, math.inf, 0.0, 0.0, 0.0)

@@ -1,5 +1,6 @@
 """Blocks of fewer keys than queries: what is visible and always read, scores, gates, thresholds, policies."""
 
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from msattn.kernels.testing import pool_over_blocks, visible
 from msattn.trainer.config import BlockSizes, GateConfig, SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
-from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
@@ -210,3 +212,19 @@ def test_artifacts_of_older_versions_have_equal_sizes(tmp_path: Path) -> None:
     gate = Gate.build(model.config, GateConfig(block_size=32)).requires_grad_(False)
     older = {name: value for name, value in asdict(gate.cfg).items() if name != "key_block_size"}
     assert Gate.load(save(tmp_path, model, gate, gate=older)).cfg.sizes == BlockSizes(32, 32)
+
+
+@pytest.mark.parametrize("heads", ["query", "kv"])
+@torch.no_grad()
+def test_parts_of_the_heads_choose_what_all_of_them_do(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, model = noisy_gate(gate_config(heads=heads), std=0.2), tiny_model()
+    ids, mask = left_padded([random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131))])
+    for layer in inputs_of_layers(model, ids, attention_mask=mask):
+        pooled = pool_keys(gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=16, start=layer.kv_start)
+        for x, scores in itertools.product((layer, replace(layer, pooled_keys=pooled)), ("gate", "gate_question")):
+            selection = Selection.from_config(SelectConfig("topk", scores=scores, sparsity=0.5), gate)
+            whole = selection.blocks(x)
+            with monkeypatch.context() as patch:
+                patch.setattr(select, "SCORE_BYTES", 1)
+                assert len([*selection._parts(x)]) == 2
+                assert torch.equal(selection.blocks(x), whole)

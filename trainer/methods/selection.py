@@ -5,7 +5,7 @@ them into a block mask for ``block_sparse_attention``, or a zoom map for ``multi
 share this interface. Nothing here synchronizes with the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, short
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
+SCORE_BYTES = 2**30  # of block scores in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
 
@@ -98,7 +99,19 @@ class Selection:
 
         Every row that sees a key reads at least one block.
         """
-        return self.choose(self.scorer(x), x)
+        parts = [self.choose(self.scorer(part), part) for part in self._parts(x)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _parts(self, x: LayerInputs) -> Iterator[LayerInputs]:
+        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``, or those of all heads."""
+        kv_heads, scored = x.k.shape[1], 4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries)
+        scored *= -(-x.num_keys // self.sizes.keys)
+        number = next((n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES), kv_heads)
+        if self.gate is None or number == 1:  # other scores are not computed by head
+            yield x
+            return
+        for first in range(0, kv_heads, kv_heads // number):
+            yield x.of_heads(slice(first, first + kv_heads // number))
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
         """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""

@@ -4,7 +4,8 @@ Attention may have soft-capped scores and attention sinks, which SDPA lacks. Fun
 caller forgets how its scores are modified.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class LayerInputs:
     softcap: float | None = None  # limit of the scores, which become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [Hq], a logit of each query head that takes part in the softmax without a value
     prompt_keys: int | None = None  # keys of the cache that the last prompt or earlier passes brought; None: all
+    kv_heads: slice = field(default_factory=partial(slice, None))  # of the layer, if these are only a part of its heads
     ends_prompt: bool = True  # the last token is the last one of a prompt; False in its chunks before
 
     def capped(self, scores: Tensor) -> Tensor:
@@ -59,6 +61,18 @@ class LayerInputs:
         of_batch = {name: getattr(self, name) for name in ("cos", "sin", "positions")}
         one |= {name: x if x is None or len(x) == 1 else x[b : b + 1] for name, x in of_batch.items()}
         return replace(self, **one)
+
+    def of_heads(self, kv_heads: slice) -> "LayerInputs":
+        """Returns the inputs of some of the key/value heads of the layer, and of the query heads that read them."""
+        group = self.q.shape[1] // self.k.shape[1]
+        q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        part: dict[str, Any] = {name: getattr(self, name)[:, q_heads] for name in ("q", "q_nope")}
+        part |= {name: getattr(self, name)[:, kv_heads] for name in ("k", "v", "k_nope")}
+        if self.pooled_keys is not None:
+            part["pooled_keys"] = self.pooled_keys[:, kv_heads]
+        if self.sinks is not None:
+            part["sinks"] = self.sinks[q_heads]
+        return replace(self, **part, kv_heads=kv_heads)
 
     @property
     def rotates(self) -> bool:

@@ -268,14 +268,18 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
+        query_weight, key_weight = (
+            each.unflatten(0, (layer.num_kv_heads, -1))[x.kv_heads].flatten(0, 1)
+            for each in (layer.query_weight, layer.key_weight)
+        )
         if pooled is None:
             check_keys(x)
             pooled = pool_keys(cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start)
         return gate_scores(
             queries,
             pooled,
-            layer.query_weight,
-            layer.key_weight,
+            query_weight,
+            key_weight,
             self._inv_freq(x),
             q_pool=cfg.q_pool,
             num_keys=x.num_keys,
