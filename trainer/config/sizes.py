@@ -1,6 +1,6 @@
 """The numbers of queries and of keys in a block."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msattn.trainer.config.values import require
 
@@ -24,7 +24,7 @@ class BlockSizes(NamedTuple):
         return self.queries // self.keys
 
     @property
-    def arguments(self) -> dict[str, int]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of operations over blocks."""
         return {"block_size": self.queries, "key_block_size": self.keys}
 
