@@ -30,6 +30,7 @@ ANY: dict[str, list[Any]] = {  # invalid values of arguments that several functi
     "kv_start": [zeros(3, dtype=INT), zeros(1)],
     "kv_len": [zeros(1), zeros(3, dtype=INT)],
     "block_size": [48],
+    "key_block_size": [48],
     "splits": [0],
 }
 BLOCK_MAPS: list[tuple[dict[str, Any], str]] = [
