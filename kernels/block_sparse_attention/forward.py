@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask, resolve_key_block_size
-from msattn.kernels.common.block_lists import compact_rows, find_list, listed_runs, run_keys
+from msattn.kernels.common.block_lists import compact_rows, find_list, listed_keys, listed_runs, run_keys
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -139,10 +139,10 @@ def launch(
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
-        *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1],
         offset, scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size,
+        HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size, STRIDE_K=k.stride(2), STRIDE_V=v.stride(2),
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
@@ -162,10 +162,10 @@ _operator, _backward_operator = register_attention(
 @triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
     q_desc, k_view, v_view, out_ptr, lse_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on,
+    stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_on,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
@@ -186,13 +186,14 @@ def _block_sparse_attention_kernel(
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
     if KEYS < BN:
-        k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * stride_kn
-        v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * stride_vn
+        k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * STRIDE_K
+        v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * STRIDE_V
     RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys of a tile
+    runs = listed_runs(list_ptr, 0, all_blocks, KEYS, BN, RUN)
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
-            u = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
-            k = load_rows(k_ptr + u.to(tl.int64) * stride_kn, u < keys, HEAD, COLS)
+            u = tl.minimum(run_keys(runs, RUN), keys - 1).to(tl.int64)
+            k = load_rows(k_ptr + u * STRIDE_K, HEAD, COLS)
         else:
             u = tl.load(list_ptr + n * BN // KEYS).to(tl.int32) * KEYS + n * BN % KEYS
             k = load_tile(k_view, b, kv_head, first_key + u, BN, COLS)
@@ -200,10 +201,10 @@ def _block_sparse_attention_kernel(
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
-            u_masked = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
-            s = mask_scores(s, t, u_masked, keys, delta, CAUSAL)
+            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, CAUSAL)
         if KEYS < BN:
-            v = load_rows(v_ptr + u.to(tl.int64) * stride_vn, u < keys, HEAD, COLS)
+            v = load_rows(v_ptr + u * STRIDE_V, HEAD, COLS)
+            runs = listed_runs(list_ptr, n + 1, all_blocks, KEYS, BN, RUN)
         else:
             v = load_tile(v_view, b, kv_head, first_key + u, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)

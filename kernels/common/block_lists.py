@@ -177,17 +177,23 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 
 
 @triton.jit
-def listed_runs(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+def listed_runs(list_ptr, n, entries, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
     """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
 
     The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN
-    adjacent keys is a part of both. Runs after the last block are past the end of the sequence, which has ``keys``.
+    adjacent keys is a part of both. After the last block, the tile repeats it, so that nothing else is loaded.
     """
     place = n * BN + tl.arange(0, BN // RUN) * RUN
     if list_ptr is not None:
-        block = tl.load(list_ptr + place // KEYS, mask=place < entries * KEYS, other=tl.cdiv(keys, KEYS)).to(tl.int32)
+        block = tl.load(list_ptr + tl.minimum(place // KEYS, tl.maximum(entries - 1, 0))).to(tl.int32)
         place = block * KEYS + place % KEYS
     return place
+
+
+@triton.jit
+def repeat_runs(x, RUN: tl.constexpr):
+    """Repeats each element of ``x [R]``, ``[R * RUN]``."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], RUN]), [x.shape[0] * RUN])
 
 
 @triton.jit
@@ -197,9 +203,10 @@ def run_keys(runs, RUN: tl.constexpr):
 
 
 @triton.jit
-def repeat_runs(x, RUN: tl.constexpr):
-    """Repeats each element of ``x [R]``, ``[R * RUN]``."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], RUN]), [x.shape[0] * RUN])
+def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+    """Returns the keys of tile n of a list, ``[BN]``; after the last block, they are past the end of the ``keys``."""
+    u = run_keys(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), RUN)
+    return tl.where(n * BN + tl.arange(0, BN) < entries * KEYS, u, keys)
 
 
 @triton.jit

@@ -159,14 +159,11 @@ def load_tile(desc, b, h, row, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(row_ptrs, live, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Loads the rows at ``row_ptrs [ROWS]`` as a tile ``[ROWS, COLS]``.
-
-    Those that are not ``live`` are 0: slots that are not filled may hold NaN, which a probability of 0 would not remove.
-    """
+def load_rows(row_ptrs, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Loads the rows at ``row_ptrs [ROWS]`` as a tile ``[ROWS, COLS]``."""
     d = tl.arange(0, COLS)
-    mask = live[:, None] if HEAD == COLS else live[:, None] & (d < HEAD)[None, :]
-    return tl.load(row_ptrs[:, None] + d[None, :], mask=mask, other=0.0)
+    mask = None if HEAD == COLS else (d < HEAD)[None, :]
+    return tl.load(row_ptrs[:, None] + d[None, :], mask=mask, other=None if HEAD == COLS else 0.0)
 
 
 @triton.jit

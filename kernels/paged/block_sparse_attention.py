@@ -19,6 +19,7 @@ from msattn.kernels.common.block_checks import check_map_shape, resolve_key_bloc
 from msattn.kernels.common.block_lists import (
     compact_packed_rows,
     find_list,
+    listed_keys,
     listed_runs,
     repeat_runs,
     run_keys,
@@ -34,7 +35,7 @@ from msattn.kernels.common.checks import (
     resolve_softcap,
 )
 from msattn.kernels.common.paged_checks import check_paged_keys
-from msattn.kernels.common.paged_tiles import load_pages, packed_span
+from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
@@ -168,10 +169,11 @@ def launch(
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, lists, lengths,
-        *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), table.stride(0),
+        *q.stride(), k.stride(2), v.stride(2), *out.stride(), table.stride(0),
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=keys, KEYS=key_block_size, PAGE=page_size,
+        STRIDES_K=k.stride()[:2], STRIDES_V=v.stride()[:2],
         RUN=gcd(page_size, key_block_size, keys),
 PRECISION=precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
@@ -195,11 +197,11 @@ _operator = register_op(
 )  # fmt: skip
 def _paged_block_sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_qt, stride_qh, stride_qd, stride_kh, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    RUN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STRIDES_K: tl.constexpr, STRIDES_V: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
@@ -244,15 +246,15 @@ def _paged_block_sparse_attention_kernel(
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     runs, pages = _find_pages(list_ptr, table_ptr, first, all_blocks, keys, KEYS, BN, RUN, PAGE)
     for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
-        u, page = run_keys(runs, RUN), repeat_runs(pages, RUN).to(tl.int64)
-        k = load_rows(k_ptr + page * stride_kp + u % PAGE * stride_ks, u < keys, HEAD, COLS)
+        page = repeat_runs(pages, RUN).to(tl.int64)
+        offset = (tl.minimum(run_keys(runs, RUN), keys - 1) % PAGE).to(tl.int64)
+        k = load_rows(k_ptr + page * STRIDES_K[0] + offset * STRIDES_K[1], HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
-            u_masked = run_keys(listed_runs(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), RUN)
-            s = mask_scores(s, t, u_masked, keys, delta, True)
-        v = load_rows(v_ptr + page * stride_vp + u % PAGE * stride_vs, u < keys, HEAD, COLS)
+            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, True)
+        v = load_rows(v_ptr + page * STRIDES_V[0] + offset * STRIDES_V[1], HEAD, COLS)
         runs, pages = _find_pages(list_ptr, table_ptr, n + 1, all_blocks, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
@@ -265,9 +267,9 @@ def _paged_block_sparse_attention_kernel(
 def _find_pages(
     list_ptr, table_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Returns the runs of tile n, and their pages."""
-    runs = listed_runs(list_ptr, n, entries, keys, KEYS, BN, RUN)
-    return runs, load_pages(table_ptr, runs, runs < keys, PAGE)[0]
+    """Returns the runs of tile n up to the last key, which stands for those after it, and their pages."""
+    runs = tl.minimum(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), keys - 1)
+    return runs, tl.load(table_ptr + runs // PAGE)
 
 
 @triton.jit
