@@ -16,12 +16,11 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
-from msattn.kernels.bench.rows import BLOCK, Shape, Work
+from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 
 PAGE_SIZES = (16, 64, 256)
-SMALL = 16  # keys of a small block
 
 
 def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
