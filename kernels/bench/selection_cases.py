@@ -14,7 +14,7 @@ from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query head, as configured by default."""
+    """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query head, by default settings."""
     from msattn.kernels import gate_scores as op
     from msattn.kernels import pool_blocks as pooling
 
