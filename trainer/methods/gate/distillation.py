@@ -74,8 +74,8 @@ class GateDistiller(nn.Module):
     The gate is the only registered submodule, so that nothing else is saved and synchronized.
 
     Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. For the shape of Llama-3.1-8B
-    and up to about 256k tokens (64k with blocks of 16 keys) that is less than the hidden activations of the MLP, so peak memory is that of inference plus
-    the gates.
+    and up to about 256k tokens, 64k with blocks of 16 keys, that is less than the hidden activations of the MLP, so peak memory
+    is that of inference plus the gates.
     """
 
     gate: Any
