@@ -4,15 +4,18 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
-from msattn.kernels.testing import random_block_mask, visible
+from msattn.kernels.testing import random_block_mask, random_qkv, visible
 from msattn.kernels.types import Backend
+from tests.kernels import shared
 from tests.kernels.block_maps import BLOCK_SPARSE, check, random_mask
-from tests.kernels.problems import Case, full_product
+from tests.kernels.problems import ANY_LENGTHS, Case, full_product
 from tests.kernels.shared import BACKENDS
 
 
@@ -54,6 +57,54 @@ def test_blocks_of_other_sizes(number: int, backend: Backend, device: str, poiso
     mask[:, :, -1] &= number % 2 == 0
     with_gradients = device == "cuda" or backend == "torch" or number % 4 == 3
     check(BLOCK_SPARSE, case, mask, backend, device, with_gradients, softcap)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@settings(max_examples=8, deadline=None)
+@given(**ANY_LENGTHS, keys=st.sampled_from([16, 32, 128]), seed=st.integers(0, 99))
+def test_any_lengths(
+    backend: Backend,
+    device: str,
+    n: int,
+    more: int,
+    causal: bool,
+    block: int,
+    softcap: float | None,
+    keys: int,
+    seed: int,
+) -> None:
+    case = Case(1, 2, 1, n, max(1, n + more), 16, torch.float16, causal, None, block, keys)
+    check(BLOCK_SPARSE, case, random_mask(1, 2, case.blocks, 0.5, device, seed), backend, device, backend == "torch", softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
+    """A tile that the list does not fill loads nothing else, nor does one at the end of the keys."""
+    q, k, v = random_qkv(1, 2, 1, 150, head_size=64, dtype=torch.float16, device=device)
+    mask = torch.zeros(1, 2, 3, 10, dtype=torch.bool, device=device)
+    mask[:, :, :, 1] = mask[:, 1, 2, [4, 9]] = True
+    want = block_sparse_attention(q, k, v, mask, key_block_size=16, backend=backend)
+    unread = torch.ones(160, dtype=torch.bool, device=device).view(10, 16)
+    unread[[1, 4, 9]] = False
+    for x in (k, v):
+        x[:, :, unread.flatten()[:150]] = torch.nan
+    shared.assert_same(block_sparse_attention(q, k, v, mask, key_block_size=16, backend=backend), want)
+    mask[:, 1, 2, 9] = False
+    k[:, :, 144:] = v[:, :, 144:] = torch.nan
+    assert block_sparse_attention(q, k, v, mask, key_block_size=16, backend=backend).out.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block_size", "keys"), [(64, 16), (128, 32), (16, 64)])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_full_product_of_sizes(dtype: torch.dtype, head_size: int, block_size: int, keys: int, poisoned: None) -> None:
+    lengths = [(1, 1), (63, 63), (65, 65), (111, 300), (1100, 1100)]
+    limits = itertools.cycle([None, 5.0, None])
+    for square in full_product(head_size, dtype, lengths, block_size):
+        case = square._replace(key_block_size=keys)
+        mask = random_mask(1, case.q_heads, case.blocks, 0.3, "cuda")
+        check(BLOCK_SPARSE, case, mask, "triton", "cuda", softcap=next(limits))
 
 
 @pytest.mark.gpu

@@ -170,6 +170,7 @@ def test_any_lengths(
 def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poisoned: None) -> None:
     chunks = tuple(itertools.product([0, 1, 63, 64, 65, 111], [1, 63, 65, 111]))
     for (q_heads, kv_heads), block_size in itertools.product([(2, 2), (8, 2), (7, 1)], [16, 64, 128]):
+        check(Case(page_size, block_size, q_heads, kv_heads, head_size, q_heads, chunks, dtype, 16), "triton", "cuda")
         for mask_heads in {q_heads, kv_heads, 1, 0}:
             check(Case(page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype), "triton", "cuda")
     for mask_heads, softcap in itertools.product((8, 0), (None, 5.0)):
@@ -196,12 +197,14 @@ def test_compacted_lists(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
-    case = Case(16, 32, 2, 1, 64, 1, ((64, 64),))
+@pytest.mark.parametrize(("block", "dtype"), [(32, FULL), (16, HALF)])
+def test_reads_only_selected_blocks(block: int, dtype: torch.dtype, backend: Backend, device: str) -> None:
+    case = Case(16, 32, 2, 1, 64, 1, ((64, 64),), dtype, block)
     q, cache, cu_queries, _, _, _ = problem = make(case, device)
-    mask = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
-    mask[:, :, :, 0] = mask[:, :, 1, 2] = True
-    mask[:, :, :, 4] = True  # past the end
+    of_32 = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
+    of_32[:, :, :, 0] = of_32[:, :, 1, 2] = True
+    of_32[:, :, :, 4] = True  # past the end
+    mask = of_32.repeat_interleave(32 // block, 3)[..., : -(-cache.table.shape[1] * case.page_size // block)]
     options: dict[str, Any] = {**problem.options(case), "backend": backend}
     want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     for page in cache.table[0, [2, 3, 6, 7]].tolist():  # of the second and the last block
