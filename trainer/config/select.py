@@ -103,7 +103,7 @@ class SelectConfig:
     )
 
     def __post_init__(self) -> None:
-        _ = self.sizes
+        _ = self.sizes  # refuses blocks of more keys than queries
         defaults = POLICIES[self.policy]
         for name in OWN_KEYS:
             if name in defaults and getattr(self, name) is None:

@@ -172,7 +172,7 @@ class GateConfig:
         decode = self.phase == "decode"
         allowed = not decode or self.key_block_size is None
         require(allowed, "gate.key_block_size", self.key_block_size, "allowed only with gate.phase=prefill")
-        _ = self.sizes
+        _ = self.sizes  # refuses blocks of more keys than queries
         fits = not decode or self.rope != "model"
         require(fits, "gate.rope", self.rope, "expected true or false with gate.phase=decode")
         allowed = decode or not self.qk_norm
