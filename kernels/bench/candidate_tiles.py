@@ -27,8 +27,8 @@ def _tiles(names: str) -> list[Tile]:
 
 # One program per block of 64 queries.
 BLOCK_SPARSE = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-64-8-3 64-32-4-3 64-32-4-5 64-32-4-6")
-# Tiles of several blocks, loaded by cp.async one stage later than by descriptors.
-GATHERED = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-64-8-3 64-64-8-4 64-128-4-2 64-128-4-3 64-128-8-2")
+# Tiles of several blocks, which are loaded a stage later than those of descriptors.
+GATHERED = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-32-4-3 64-32-4-4 64-128-4-2 64-128-4-3")
 # Dependent loads of list, page and keys use pipeline stages.
 PAGED_BLOCK_SPARSE = _tiles("64-64-4-3 64-64-4-5 64-64-4-7 64-64-8-3 64-64-8-5 64-32-4-3 64-32-4-5 64-32-4-7 64-16-4-5")
 # Two tiles of each input and one or two accumulators are live at the same time.

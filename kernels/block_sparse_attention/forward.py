@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask, resolve_key_block_size
-from msattn.kernels.common.block_lists import compact_rows, find_list, listed_keys, listed_runs, run_keys
+from msattn.kernels.common.block_lists import compact_parts, find_list, listed_keys, listed_runs, run_keys
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -131,21 +131,21 @@ def launch(
         tile = tuned_tile("block_sparse_attention_gathered", q)
     rows, keys = block_size, tile.keys
     offset = query_offset(num_queries, num_keys, causal)
-    lists, lengths = compact_rows(block_mask, kv_start, num_queries, num_keys, offset, block_size, key_block_size, causal)
-    row_blocks, col_blocks = lists.shape[2:]
-
     views = [x if key_block_size < keys else tile_view(x, keys) for x in (k, v)]
     out = torch.empty_like(q)
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
-    _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
-        tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
-        *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, lists.shape[0], lists.shape[1],
-        offset, scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size, STRIDE_K=k.stride(2), STRIDE_V=v.stride(2),
-        CAUSAL=causal, PRECISION=precision(q.dtype),
-        num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
-    )  # fmt: skip
+    sizes = num_queries, num_keys, offset, block_size, key_block_size, causal
+    for first_block, lists, lengths in compact_parts(block_mask, kv_start, *sizes):
+        list_batch, list_heads, row_blocks, col_blocks = lists.shape
+        _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
+            tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
+            *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],
+            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks, col_blocks, list_batch, list_heads,
+            offset, scale * LOG2_E, unscaled_limit(softcap, scale),
+            HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size, STRIDE_K=k.stride(2), STRIDE_V=v.stride(2),
+            CAUSAL=causal, PRECISION=precision(q.dtype),
+            num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
+        )  # fmt: skip
     return out, lse
 
 
@@ -159,11 +159,11 @@ _operator, _backward_operator = register_attention(
 
 
 # num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
-@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
+@triton.jit(do_not_specialize=["group", "kv_heads", "first_block", "row_blocks", "col_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
     q_desc, k_view, v_view, out_ptr, lse_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_on,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, first_block, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _block_sparse_attention_kernel(
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
-    t0 = r * BM
+    t0 = (first_block + r) * BM
     t = t0 + tl.arange(0, BM)
 
     list_ptr, full, all_blocks = find_list(
@@ -185,11 +185,11 @@ def _block_sparse_attention_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    if KEYS < BN:
+    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys of a tile
+    if KEYS < BN:  # strides of keys are constants, so that an address takes one instruction
         k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * STRIDE_K
         v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * STRIDE_V
-    RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys of a tile
-    runs = listed_runs(list_ptr, 0, all_blocks, KEYS, BN, RUN)
+        runs = listed_runs(list_ptr, 0, all_blocks, KEYS, BN, RUN)
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
             u = tl.minimum(run_keys(runs, RUN), keys - 1).to(tl.int64)

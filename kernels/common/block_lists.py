@@ -12,11 +12,27 @@ Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in 
   ``[B or 1, Hkv, Tc, Tr * group]``, in ascending order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import sequence_span, tl, triton
+
+PART_BYTES = 2**28  # of the lists of some row blocks: those of 64 x 64 at 131,072 tokens and 32 heads
+
+
+def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields the first row block, lists and lengths of parts of the row blocks, the last part first.
+
+    ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have room for all blocks.
+    """
+    batch, heads, row_blocks, col_blocks = block_mask.shape
+    lists = (batch if kv_start is None else len(kv_start)) * heads
+    rows = max(1, PART_BYTES // (lists * col_blocks * _entry_dtype(col_blocks).itemsize))
+    for first in reversed(range(0, row_blocks, rows)):
+        yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first)
 
 
 def compact_rows(
@@ -28,13 +44,15 @@ def compact_rows(
     block_size: int,
     key_block_size: int,
     causal: bool,
+    first_block: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns lists and lengths of the column blocks that each row block reads.
 
-    These are the True blocks up to the causal limit. The module docstring gives the layouts.
+    These are the True blocks up to the causal limit. The module docstring gives the layouts. The mask begins at row block
+    ``first_block``.
     """
     return _compact(
-        block_mask[:, :, None], kv_start, num_queries, num_keys, offset,
+        block_mask[:, :, None], kv_start, num_queries, num_keys, offset, first_block=first_block,
         ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=False,
     )  # fmt: skip
 
@@ -90,6 +108,7 @@ def _compact(
     offset: int,
     cu_queries: Tensor | None = None,
     kv_len: Tensor | None = None,
+    first_block: int = 0,
     **constants: int | bool,
 ) -> tuple[Tensor, Tensor]:
     """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
@@ -100,23 +119,26 @@ def _compact(
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
     batch, heads, group, blocks, candidates = mask.shape
     entries = candidates * group
-    dtype = torch.int16 if entries < 2**15 else torch.int32
-    lists = torch.empty((batch, heads, blocks, entries), dtype=dtype, device=mask.device)
+    lists = torch.empty((batch, heads, blocks, entries), dtype=_entry_dtype(entries), device=mask.device)
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
         mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
-        num_queries, num_keys, entries, offset,
+        num_queries, num_keys, entries, offset, first_block,
         GROUP=group, CHUNK=min(1024, triton.next_power_of_2(entries)), **constants,
     )  # fmt: skip
     return lists, lengths
 
 
-@triton.jit(do_not_specialize=["entries"])
+def _entry_dtype(entries: int) -> torch.dtype:
+    return torch.int16 if entries < 2**15 else torch.int32
+
+
+@triton.jit(do_not_specialize=["entries", "first_block"])
 def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
-    num_queries, num_keys, entries, offset,
+    num_queries, num_keys, entries, offset, first_block,
     GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
@@ -126,10 +148,11 @@ def _compact_kernel(
         _, keys, queries, delta = packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys)
     else:
         _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    first_token = (first_block + block) * (KEYS if BY_COLUMN else ROWS)
     if BY_COLUMN:
-        begin, end, full_begin, full_end = _visible_row_blocks(block * KEYS, keys, queries, delta, ROWS, KEYS, CAUSAL)
+        begin, end, full_begin, full_end = _visible_row_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
     else:
-        begin, end, full_begin, full_end = visible_column_blocks(block * ROWS, keys, queries, delta, ROWS, KEYS, CAUSAL)
+        begin, end, full_begin, full_end = visible_column_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
     mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
+from msattn.kernels.common import block_lists
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.testing import random_block_mask, random_qkv, visible
 from msattn.kernels.types import Backend
@@ -75,6 +76,17 @@ def test_any_lengths(
 ) -> None:
     case = Case(1, 2, 1, n, max(1, n + more), 16, torch.float16, causal, None, block, keys)
     check(BLOCK_SPARSE, case, random_mask(1, 2, case.blocks, 0.5, device, seed), backend, device, backend == "torch", softcap)
+
+
+def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Row blocks whose lists are built and read some at a time give the same results."""
+    case = Case(2, 4, 2, 150, 170, 64, torch.float16, True, (0, 40), 32, 16)
+    mask = random_mask(1, 4, case.blocks, device=device)
+    inputs = case.qkv(device)
+    want = block_sparse_attention(*inputs, mask, **case.options(device), backend="triton")
+    monkeypatch.setattr(block_lists, "PART_BYTES", 2 * 2 * 4 * 2 * case.blocks[1])  # two row blocks
+    got = block_sparse_attention(*inputs, mask, **case.options(device), backend="triton")
+    shared.assert_same(got, want)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
