@@ -8,8 +8,9 @@
 Gates pool queries and keys before RoPE (section 3.1 of the paper); the second term, with ``mean_weight``, is not in the paper,
 nor is ``last_queries``. Keys come pooled, as caches keep them. Three kernels pool the queries
 (:mod:`msattn.kernels.common.block_pooling`), project and rotate both (RoPE), and write the map. In the last one a program owns
-some rows of one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so
-that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
+some rows of one head's map. It stores their visible logits in the map and computes maxima and sums on the way. Then it replaces
+the logits by probabilities, because reading them again costs less than a second product. Products are three TF32 products each,
+nearly as accurate as fp32.
 """
 
 import math
@@ -47,6 +48,7 @@ def gate_scores(
     q_rope: Tensor | None = None,
     mean_weight: float = 0.0,
     last_queries: bool = False,
+    columns: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Computes the gate's causal block probabilities of each row block and gate head.
@@ -83,6 +85,9 @@ def gate_scores(
     last_queries : bool
         Also scores each of the last ``block_size`` queries by itself, over the blocks that it sees, as a block of this query
         alone at the position of the last row block. That row block gets the largest of their probabilities and its own.
+    columns : Tensor fp32 (fp64 for fp64 queries) ``[B, Hg, ceil(M / key block)]``, optional
+        Least score of each block, 0 or more, in the rows that see it; rows are divided by their sum after that. Not with
+        ``last_queries``.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -128,7 +133,11 @@ def gate_scores(
         _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
     if not -math.inf < mean_weight < math.inf or (mean_weight and q_rope is None):
         raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope unless it is 0")
-    options = (",".join(q_pool), num_keys, block_size, key_block_size, kv_start, q_rope, mean_weight, last_queries)
+    if columns is not None:
+        _check_weight("columns", columns, dtype, (len(q), heads, blocks), q)
+        if last_queries:
+            raise ValueError("columns: expected None with last_queries=True")
+    options = (",".join(q_pool), num_keys, block_size, key_block_size, kv_start, q_rope, mean_weight, last_queries, columns)
     return _operator(q, pooled_k, query_weight, key_weight, inv_freq, *options, backend)
 
 
@@ -154,6 +163,7 @@ def launch(
     q_rope: Tensor | None,
     mean_weight: float,
     last_queries: bool,
+    columns: Tensor | None,
 ) -> Tensor:
     """Launches the kernels."""
     (batch, q_heads, num_queries, head), kv_heads = q.shape, pooled_k.shape[1]
@@ -179,7 +189,7 @@ def launch(
     )  # fmt: skip
     unroll = hidden + means <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, mean_q, mean_k, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
+        gate_q, gate_k, mean_q, mean_k, scores, columns, kv_start, *lengths, rows, rows + single, cols, kv_heads,
         HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, KEY_BLOCK=key_block_size,
         SINGLE=single > 0, ROWS=ROWS, COLS=64,
         DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
@@ -279,7 +289,8 @@ def _project(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows", "q_rows", "kv_heads"])
 def _map_kernel(
-    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, q_rows, cols, kv_heads,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, columns_ptr, kv_start_ptr,
+    num_queries, num_keys, offset, rows, q_rows, cols, kv_heads,
     HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
     SINGLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
@@ -297,9 +308,11 @@ def _map_kernel(
     if mean_q_ptr is not None:
         mean_q_ptr += head * q_rows * HEAD
         mean_k_ptr += (b.to(tl.int64) * kv_heads + h * kv_heads // tl.num_programs(0)) * cols * K_STRIDE
+    scores_ptr += (head * rows + r[:, None]) * cols
     base, inverse_sum = _row_statistics(
-        q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
-    )
+        q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, r, end, rows, q_rows, cols,
+        HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
+    )  # fmt: skip
     last_row = tl.maximum(queries - 1, 0) // BLOCK
     holds_last = last_row // ROWS == tile
     r_single = rows + tl.arange(0, BLOCK)
@@ -309,16 +322,22 @@ def _map_kernel(
     base_single, inverse_single = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if SINGLE:
         base_single, inverse_single = _row_statistics(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, end_single, q_rows, cols,
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, None, r_single, end_single, rows, q_rows, cols,
             HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
         )  # fmt: skip
 
-    scores_ptr += (head * rows + r[:, None]) * cols
+    tl.debug_barrier()  # all logits are stored before they are read
+    if columns_ptr is not None:
+        columns_ptr += head * cols
+        total = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, last, COLS):  # type: ignore[misc]
+            _c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
+            total += tl.sum(p, 1)
+        inverse_total = 1.0 / tl.where(total > 0, total, 1.0)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
-        )
-        p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
+        c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
+        if columns_ptr is not None:
+            p *= inverse_total[:, None]  # pyrefly: ignore[unbound-name]
         if SINGLE:  # noqa: SIM102  # at compile time
             if holds_last:
                 s_single = _logits(
@@ -327,7 +346,6 @@ def _map_kernel(
                 )  # fmt: skip
                 largest = tl.max(tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None], 0)
                 p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :]), p)
-        c = start + tl.arange(0, COLS)[None, :]
         tl.store(scores_ptr + c, p, mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
@@ -335,18 +353,36 @@ def _map_kernel(
 
 
 @triton.jit
+def _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS: tl.constexpr):
+    """Returns COLS columns and the probabilities of rows ``r`` there, of the stored logits, at least those of ``columns``."""
+    c = start + tl.arange(0, COLS)[None, :]
+    s = tl.load(scores_ptr + c, mask=(r < rows)[:, None] & (c < cols), other=float("-inf"), cache_modifier=".cg")
+    p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
+    if columns_ptr is not None:
+        least = tl.load(columns_ptr + c, mask=c < cols, other=0.0)
+        p = tl.where(c < end[:, None], tl.maximum(p, least), 0.0)
+    return c, p
+
+
+@triton.jit
 def _row_statistics(
-    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, rows, cols,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, r, end, rows, q_rows, cols,
     HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Returns the largest logit and the inverse of the sum of exponentials of rows ``r``; 0 and 1 for rows that see nothing."""
+    """Returns the largest logit and the inverse of the sum of exponentials of rows ``r``; 0 and 1 for rows that see nothing.
+
+    Writes the logits to ``scores``, unless it is None.
+    """
     m = tl.full([r.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([r.shape[0]], tl.float32)
     for start in tl.range(0, tl.max(end, 0), COLS):  # type: ignore[misc]
         s = _logits(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
         )
+        if scores_ptr is not None:
+            c = start + tl.arange(0, COLS)[None, :]
+            tl.store(scores_ptr + c, s, mask=(r < rows)[:, None] & (c < cols))
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)

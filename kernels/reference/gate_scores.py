@@ -23,6 +23,7 @@ def gate_scores(
     q_rope: Tensor | None = None,
     mean_weight: float = 0.0,
     last_queries: bool = False,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
@@ -48,7 +49,11 @@ def gate_scores(
     exists = rows < num_keys - start[:, None]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     pooled_q = pool_blocks(q, q_pool, block_size=block_size, start=first, rotated=q_rope)
-    scores = probabilities(pooled_q, rows, (cols[:, None] < end[..., None]) & exists[..., None])
+    visible = (cols[:, None] < end[..., None]) & exists[..., None]
+    scores = probabilities(pooled_q, rows, visible)
+    if columns is not None:
+        scores = scores.maximum(columns[:, :, None]) * visible[:, None]
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
     if not last_queries:
         return scores
     # Every pooling of one query is the query.

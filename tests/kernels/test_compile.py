@@ -172,7 +172,11 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     means = (q, 0.5) if heads == 4 or head_size == 256 else (None, 0.0)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
     pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
-    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, head_size != 16)
+    op.launch(
+        q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, head_size != 16, None
+    )
+    columns = torch.zeros(2, heads, -(-200 // key_block))
+    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, False, columns)
     total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
     block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 

@@ -132,6 +132,20 @@ def test_agrees_with_fp64(case: str, last_queries: bool, backend: Backend, devic
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
+def test_least_scores_of_columns(case: str, backend: Backend, device: str, poisoned: None) -> None:
+    drawn = random_arguments(case, device)
+    plain, arguments = reference.gate_scores(**pooled(doubled(drawn))), pooled(drawn)
+    columns = 0.5 * torch.rand(plain.shape[:2] + plain.shape[3:], device=device).square()
+    seen = plain > 0  # visible ones have no probability of 0
+    expected = plain.maximum(columns.double()[:, :, None]) * seen
+    expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-30)
+    torch.testing.assert_close(
+        gate_scores(**arguments, columns=columns, backend=backend).double(), expected, rtol=1e-3, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> None:
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:

@@ -245,6 +245,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"start": starts([0, 41])}, "start="),
     ],
     "gate_scores": [
+        ({"columns": zeros(1, 4, 4)}, "columns is"),
+        ({"columns": zeros(1, 4, 5), "last_queries": True}, "columns: expected None with last_queries=True"),
         ({"key_block_size": 8}, "key_block_size=8: expected one of 16, 32, 64, 128"),
         ({"q_pool": ["mean"]}, "q_pool="),
         ({"query_weight": zeros(3, 16, 16)}, "query_weight.shape="),

@@ -257,12 +257,12 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
-    def scores(self, x: LayerInputs, *, last_queries: bool = False) -> Tensor:
+    def scores(self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
         RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
-        ``last_queries`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
+        ``last_queries`` and ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
         ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
@@ -287,6 +287,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
             q_rope=x.q if weight else None,
             mean_weight=weight * x.scale,
             last_queries=last_queries,
+            columns=columns,
             **cfg.sizes.arguments,
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import normalize_rows, row_span, visible_blocks
+from msattn.trainer.methods.blocks import normalize_rows, row_span
 from msattn.trainer.methods.gate.attn_gate import GateScores
 from msattn.trainer.methods.last_queries import last_attention, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -39,17 +39,13 @@ class QuestionScores(GateScores):
 
     @torch.no_grad()
     def __call__(self, x: LayerInputs) -> Tensor:
-        scores = self.gate.scores(x)
         if not x.ends_prompt:
-            return scores
+            return self.gate.scores(x)
         seen = last_attention(x, LAST_QUERIES, self.sizes.keys)
         masses = torch.cat([mass.unflatten(-1, (-1, self.sizes.keys)).sum(-1) for mass in seen], dim=1)
-        shared = masses.shape[1] // scores.shape[1]
-        masses = masses.unflatten(1, (-1, shared)).amax(2)  # [B, Hg, n, Tc]: a gate head serves all of its query heads
-        # In place: at 131,072 tokens the scores of 32 heads are half a GiB.
-        torch.maximum(scores, COLUMNS * normalize_rows(masses.sum(2, keepdim=True)), out=scores)
-        scores *= visible_blocks(x, self.sizes)
-        scores /= scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        if self.gate.cfg.heads == "kv":  # a gate head serves all query heads of a group
+            masses = masses.unflatten(1, (x.k.shape[1], -1)).amax(2)  # [B, Hg, n, Tc]
+        scores = self.gate.scores(x, columns=COLUMNS * normalize_rows(masses.sum(2)))
         self._set_exact_rows(x, scores, masses)
         return scores
 
