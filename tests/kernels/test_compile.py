@@ -164,7 +164,7 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import gate_scores as op
-    from msattn.kernels.common import block_counts
+    from msattn.kernels.common import block_counts, block_masses
 
     q = torch.zeros(2, 4, 200, head_size, dtype=dtype)
     usual, other = (4, head_size, None, 64, 16), (2, 24, starts([8, 0]), 128, 128)
@@ -177,6 +177,7 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     )
     columns = torch.zeros(2, heads, -(-200 // key_block))
     op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, False, columns)
+    block_masses.launch(q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm))
     total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
     block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 

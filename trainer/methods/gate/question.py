@@ -13,7 +13,7 @@ from torch import Tensor
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows, row_span
 from msattn.trainer.methods.gate.attn_gate import GateScores
-from msattn.trainer.methods.last_queries import last_attention, last_positions
+from msattn.trainer.methods.last_queries import last_masses, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64
@@ -41,8 +41,7 @@ class QuestionScores(GateScores):
     def __call__(self, x: LayerInputs) -> Tensor:
         if not x.ends_prompt:
             return self.gate.scores(x)
-        seen = last_attention(x, LAST_QUERIES, self.sizes.keys)
-        masses = torch.cat([mass.unflatten(-1, (-1, self.sizes.keys)).sum(-1) for mass in seen], dim=1)
+        masses = last_masses(x, LAST_QUERIES, self.sizes.keys)
         if self.gate.cfg.heads == "kv":  # a gate head serves all query heads of a group
             masses = masses.unflatten(1, (x.k.shape[1], -1)).amax(2)  # [B, Hg, n, Tc]
         scores = self.gate.scores(x, columns=COLUMNS * normalize_rows(masses.sum(2)))
