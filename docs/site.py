@@ -87,8 +87,8 @@ def python() -> str:
     from msattn.kernels.operations import OPERATIONS
 
     names = sorted(set(__all__) - {*OPERATIONS, "__version__"}, key=lambda name: (name[0].isupper(), name))
-    members = {"SelectConfig": "[with_policy]", "Selection": "[from_config]", "UntrainedScorer": "[visible, first_query]"}
-    members |= {"trainer.serving.attach.Sparse": "[stats, batching_config]"}
+    members = {"SelectConfig": "[with_policy]", "Selection": "[from_config]"}
+    members |= {"UntrainedScorer": "[sizes, visible, first_query]", "trainer.serving.attach.Sparse": "[stats, batching_config]"}
     blocks = (
         f"::: msattn.{name}\n    options: {{members: {members.get(name, '[]')}}}" for name in dict.fromkeys([*names, *members])
     )

@@ -20,7 +20,7 @@ from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.types import Backend
 
-MAX_COLUMNS = 2**15  # of a score row: one program holds a whole row
+MAX_COLUMNS = 2**16  # of a score row: one program holds a whole row
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 
 
@@ -32,7 +32,7 @@ def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = 
     Parameters
     ----------
     logits : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
     visible : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that enter the softmax.
     backend : {"triton", "torch"}, optional
@@ -73,7 +73,7 @@ def best_blocks(
     Parameters
     ----------
     scores : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 32,768 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
     counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
         Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row with more visible blocks in
         ``always`` selects all of those.
@@ -222,6 +222,12 @@ def _best_blocks_kernel(
     reached = seen
     forced = tl.sum(always.to(tl.int32), 0)
     wanted = tl.minimum(tl.maximum(tl.load(counts_ptr + b * stride_nb + r * stride_nr), forced), reached)
+    v = tl.maximum(seen, 1).to(tl.float32)
+    edge = tl.where(v > above, 1 - above / v, 1.0)
+    limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
+    reaches = visible & (score >= tl.where(v > above, limit, float("inf")))
+    if tl.sum((always | reaches).to(tl.int32), 0) >= wanted:  # the best blocks are among them
+        wanted = forced
 
     # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are `high` or larger.
     low = tl.min(tl.where(visible, key, HIGHEST), 0)
@@ -238,11 +244,7 @@ def _best_blocks_kernel(
     if reached != wanted:  # keys equal to `low` tie: take the first
         last = (key == low).to(tl.int32)
         taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
-    v = tl.maximum(seen, 1).to(tl.float32)
-    edge = tl.where(v > above, 1 - above / v, 1.0)
-    limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
-    taken = taken | (visible & (score >= tl.where(v > above, limit, float("inf"))))
-    tl.store(mask_ptr + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
+    tl.store(mask_ptr + pid * cols + c, (taken | reaches).to(tl.uint8), mask=c < cols)
 
 
 @triton.jit

@@ -8,8 +8,9 @@
 Gates pool queries and keys before RoPE (section 3.1 of the paper); the second term, with ``mean_weight``, is not in the paper,
 nor is ``last_queries``. Keys come pooled, as caches keep them. Three kernels pool the queries
 (:mod:`msattn.kernels.common.block_pooling`), project and rotate both (RoPE), and write the map. In the last one a program owns
-some rows of one head's map and computes their visible logits twice, first for maxima and sums, then to write probabilities, so
-that logits are not stored. Products are three TF32 products each, nearly as accurate as fp32.
+some rows of one head's map. It stores their visible logits in the map and computes maxima and sums on the way. Then it replaces
+the logits by probabilities, because reading them again costs less than a second product. Products are three TF32 products each,
+nearly as accurate as fp32.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common import block_pooling as pooling
-from msattn.kernels.common.block_checks import check_block_size, check_poolings, check_rotated
+from msattn.kernels.common.block_checks import check_poolings, check_rotated, resolve_key_block_size
 from msattn.kernels.common.checks import check_per_sequence, check_tokens, first_query, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.common.registration import register_op
@@ -42,10 +43,12 @@ def gate_scores(
     q_pool: list[str],
     num_keys: int,
     block_size: int = 64,
+    key_block_size: int | None = None,
     kv_start: Tensor | None = None,
     q_rope: Tensor | None = None,
     mean_weight: float = 0.0,
     last_queries: bool = False,
+    columns: Tensor | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Computes the gate's causal block probabilities of each row block and gate head.
@@ -54,7 +57,7 @@ def gate_scores(
     ----------
     q : Tensor ``[B, Hq, N, D]``
         Queries before RoPE, at the last N of M positions.
-    pooled_k : Tensor fp32 (fp64 for fp64 queries) ``[B, Hkv, ceil(M / block), pools * D]``
+    pooled_k : Tensor fp32 (fp64 for fp64 queries) ``[B, Hkv, ceil(M / key block), pools * D]``
         Pooled blocks of keys before RoPE, of :func:`~msattn.kernels.pool_blocks.pool_blocks`; with ``q_rope`` also the means
         after it, D more channels.
     query_weight : Tensor ``[Hg, hidden, Hq // Hg * len(q_pool) * D]``
@@ -69,7 +72,9 @@ def gate_scores(
     num_keys : int
         Number of positions, M.
     block_size : int
-        Tokens per block: 16, 32, 64 or 128.
+        Queries per block: 16, 32, 64 or 128.
+    key_block_size : int, optional
+        Keys per block, the ``block_size`` with which ``pooled_k`` was pooled: 16, 32, 64 or 128; by default ``block_size``.
     kv_start : Tensor int32 ``[B]``, optional
         Left padding: positions before each sequence. Blocks and positions are counted from its end.
     q_rope : Tensor, like ``q``, optional
@@ -80,14 +85,17 @@ def gate_scores(
     last_queries : bool
         Also scores each of the last ``block_size`` queries by itself, over the blocks that it sees, as a block of this query
         alone at the position of the last row block. That row block gets the largest of their probabilities and its own.
+    columns : Tensor fp32 (fp64 for fp64 queries) ``[B, Hg, ceil(M / key block)]``, optional
+        Least score of each block, 0 or more, in the rows that see it; rows are divided by their sum after that. Not with
+        ``last_queries``.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     Tensor
-        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / block)]``. Rows sum to 1, the last one
-        with ``last_queries`` to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
+        Probabilities, fp32 (fp64 for fp64 inputs) ``[B, Hg, ceil(N / block), ceil(M / key block)]``. Rows sum to 1, with
+        ``last_queries`` the last one to 1 or more; blocks that are not visible, and rows without visible blocks, are 0.
 
     Raises
     ------
@@ -98,11 +106,11 @@ def gate_scores(
     """
     backend = resolve_backend(backend, q)
     check_tokens("q", q)
-    check_block_size(block_size)
+    key_block_size = resolve_key_block_size(block_size, key_block_size)
     check_per_sequence(q, kv_start=kv_start)
     check_poolings("q_pool", q_pool)
     check_rotated("q_rope", q_rope, "q", q)
-    head_size, dtype, blocks = q.shape[3], statistics_dtype(q), (num_keys + block_size - 1) // block_size
+    head_size, dtype, blocks = q.shape[3], statistics_dtype(q), (num_keys + key_block_size - 1) // key_block_size
     rotated = 0 if q_rope is None else 1
     pools = pooled_k.shape[3] // head_size - rotated if pooled_k.dim() == 4 else 0
     kv_heads = pooled_k.shape[1] if pools > 0 else 0
@@ -125,7 +133,11 @@ def gate_scores(
         _check_weight("inv_freq", inv_freq, torch.float32, (hidden // 2,), q)
     if not -math.inf < mean_weight < math.inf or (mean_weight and q_rope is None):
         raise ValueError(f"mean_weight={mean_weight}: expected a finite number, and q_rope unless it is 0")
-    options = (",".join(q_pool), num_keys, block_size, kv_start, q_rope, mean_weight, last_queries)
+    if columns is not None:
+        _check_weight("columns", columns, dtype, (len(q), heads, blocks), q)
+        if last_queries:
+            raise ValueError("columns: expected None with last_queries=True")
+    options = (",".join(q_pool), num_keys, block_size, key_block_size, kv_start, q_rope, mean_weight, last_queries, columns)
     return _operator(q, pooled_k, query_weight, key_weight, inv_freq, *options, backend)
 
 
@@ -146,17 +158,19 @@ def launch(
     q_pool: str,
     num_keys: int,
     block_size: int,
+    key_block_size: int,
     kv_start: Tensor | None,
     q_rope: Tensor | None,
     mean_weight: float,
     last_queries: bool,
+    columns: Tensor | None,
 ) -> Tensor:
     """Launches the kernels."""
     (batch, q_heads, num_queries, head), kv_heads = q.shape, pooled_k.shape[1]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     single = min(block_size, num_queries) if last_queries else 0
     pooled_q = pooling.launch(q, q_pool, block_size, first, q_rope, single)
-    scores = _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size)
+    scores = _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, key_block_size)
     (_, heads, rows, cols), hidden, k_width = scores.shape, query_weight.shape[1], key_weight.shape[2]
     pooled_k = pooled_k.contiguous()
     gate_q = pooled_q.new_empty((batch, heads, rows + single, hidden))
@@ -170,20 +184,21 @@ def launch(
         pooled_q, pooled_k, query_weight, key_weight, inv_freq, kv_start, gate_q, gate_k, mean_q,
         q_heads, kv_heads, *lengths, rows, rows + single, cols, hidden**-0.5 * LOG2_E, mean_weight * LOG2_E,
         HEAD=head, MEANS=means, Q_WIDTH=len(q_pool.split(",")) * head, K_WIDTH=k_width, PARTS=q_heads // heads,
-        HIDDEN=hidden, PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size, ROWS=ROWS, CHUNK=CHUNK,
-        num_warps=8,
+        HIDDEN=hidden, PAIRS=padded_head(hidden // 2), COLS=padded_head(head), BLOCK=block_size,
+        KEY_BLOCK=key_block_size, ROWS=ROWS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     unroll = hidden + means <= UNROLLED
     _map_kernel[(heads, triton.cdiv(rows, ROWS), batch)](
-        gate_q, gate_k, mean_q, mean_k, scores, kv_start, *lengths, rows, rows + single, cols, kv_heads,
-        HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, SINGLE=single > 0,
-        ROWS=ROWS, COLS=64, DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
+        gate_q, gate_k, mean_q, mean_k, scores, columns, kv_start, *lengths, rows, rows + single, cols, kv_heads,
+        HIDDEN=hidden, HEAD=head, K_STRIDE=pooled_k.shape[3], BLOCK=block_size, KEY_BLOCK=key_block_size,
+        SINGLE=single > 0, ROWS=ROWS, COLS=64,
+        DEPTH=min(DEPTH, padded_head(hidden)), UNROLL=unroll, num_warps=4, num_stages=2 if unroll else 3,
     )  # fmt: skip
     return scores
 
 
-def _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, *others) -> Tensor:
-    rows, cols = ((tokens + block_size - 1) // block_size for tokens in (q.shape[2], num_keys))
+def _empty(q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, key_block_size, *others) -> Tensor:
+    rows, cols = ((n + size - 1) // size for n, size in ((q.shape[2], block_size), (num_keys, key_block_size)))
     return q.new_empty((q.shape[0], len(query_weight), rows, cols), dtype=statistics_dtype(q))
 
 
@@ -200,7 +215,8 @@ def _project_kernel(
     gate_q_ptr, gate_k_ptr, mean_q_ptr,
     q_heads, kv_heads, num_queries, num_keys, offset, rows, q_rows, cols, scale, mean_scale,
     HEAD: tl.constexpr, MEANS: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    HIDDEN: tl.constexpr, PAIRS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    HIDDEN: tl.constexpr, PAIRS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Projects and rotates some rows of a gate head: query blocks, then single queries, or key blocks.
 
@@ -230,7 +246,7 @@ def _project_kernel(
         t = (tile - q_tiles) * ROWS + tl.arange(0, ROWS)
         pooled_k_ptr += (b * kv_heads + h * kv_heads // heads) * cols * (K_WIDTH + MEANS)
         gate_k_ptr += (b * heads + h) * cols * HIDDEN
-        _project(pooled_k_ptr, key_weight_ptr, inv_freq_ptr, gate_k_ptr, h, t, t * BLOCK, cols, 1.0,
+        _project(pooled_k_ptr, key_weight_ptr, inv_freq_ptr, gate_k_ptr, h, t, t * KEY_BLOCK, cols, 1.0,
                  K_WIDTH, K_WIDTH + MEANS, 1, HIDDEN, PAIRS, CHUNK)  # fmt: skip
 
 
@@ -273,9 +289,10 @@ def _project(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "offset", "rows", "q_rows", "kv_heads"])
 def _map_kernel(
-    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, kv_start_ptr, num_queries, num_keys, offset, rows, q_rows, cols, kv_heads,
-    HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, columns_ptr, kv_start_ptr,
+    num_queries, num_keys, offset, rows, q_rows, cols, kv_heads,
+    HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Writes the probabilities of some rows of a gate head, the longest rows first."""
     h, tile, b = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -283,7 +300,7 @@ def _map_kernel(
     head = b.to(tl.int64) * tl.num_programs(0) + h
     r = tile * ROWS + tl.arange(0, ROWS)
     seen = tl.minimum(keys, tl.minimum((r + 1) * BLOCK, queries) + delta)  # keys before the end of a row block
-    end = tl.where(r * BLOCK < queries, tl.cdiv(seen, BLOCK), 0)
+    end = tl.where(r * BLOCK < queries, tl.cdiv(seen, KEY_BLOCK), 0)
     last = tl.max(end, 0)
 
     q_ptr += head * q_rows * HIDDEN
@@ -291,28 +308,36 @@ def _map_kernel(
     if mean_q_ptr is not None:
         mean_q_ptr += head * q_rows * HEAD
         mean_k_ptr += (b.to(tl.int64) * kv_heads + h * kv_heads // tl.num_programs(0)) * cols * K_STRIDE
+    scores_ptr += (head * rows + r[:, None]) * cols
     base, inverse_sum = _row_statistics(
-        q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
-    )
+        q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, r, end, rows, q_rows, cols,
+        HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
+    )  # fmt: skip
     last_row = tl.maximum(queries - 1, 0) // BLOCK
     holds_last = last_row // ROWS == tile
     r_single = rows + tl.arange(0, BLOCK)
     position = num_queries - q_rows + r_single - first_query + delta  # below delta: a query of padding
     is_query = (r_single < q_rows) & (position >= delta) & holds_last
-    end_single = tl.where(is_query, tl.cdiv(tl.minimum(position + 1, keys), BLOCK), 0)
+    end_single = tl.where(is_query, tl.cdiv(tl.minimum(position + 1, keys), KEY_BLOCK), 0)
     base_single, inverse_single = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     if SINGLE:
         base_single, inverse_single = _row_statistics(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, end_single, q_rows, cols,
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, None, r_single, end_single, rows, q_rows, cols,
             HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
         )  # fmt: skip
 
-    scores_ptr += (head * rows + r[:, None]) * cols
+    tl.debug_barrier()  # all logits are stored before they are read
+    if columns_ptr is not None:
+        columns_ptr += head * cols
+        total = tl.zeros([ROWS], tl.float32)
+        for start in tl.range(0, last, COLS):  # type: ignore[misc]
+            _c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
+            total += tl.sum(p, 1)
+        inverse_total = 1.0 / tl.where(total > 0, total, 1.0)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
-        s = _logits(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
-        )
-        p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
+        c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
+        if columns_ptr is not None:
+            p *= inverse_total[:, None]  # pyrefly: ignore[unbound-name]
         if SINGLE:  # noqa: SIM102  # at compile time
             if holds_last:
                 s_single = _logits(
@@ -321,7 +346,6 @@ def _map_kernel(
                 )  # fmt: skip
                 largest = tl.max(tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None], 0)
                 p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :]), p)
-        c = start + tl.arange(0, COLS)[None, :]
         tl.store(scores_ptr + c, p, mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
@@ -329,18 +353,36 @@ def _map_kernel(
 
 
 @triton.jit
+def _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS: tl.constexpr):
+    """Returns COLS columns and the probabilities of rows ``r`` there, of the stored logits, at least those of ``columns``."""
+    c = start + tl.arange(0, COLS)[None, :]
+    s = tl.load(scores_ptr + c, mask=(r < rows)[:, None] & (c < cols), other=float("-inf"), cache_modifier=".cg")
+    p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
+    if columns_ptr is not None:
+        least = tl.load(columns_ptr + c, mask=c < cols, other=0.0)
+        p = tl.where(c < end[:, None], tl.maximum(p, least), 0.0)
+    return c, p
+
+
+@triton.jit
 def _row_statistics(
-    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, end, rows, cols,
+    q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, scores_ptr, r, end, rows, q_rows, cols,
     HIDDEN: tl.constexpr, HEAD: tl.constexpr, K_STRIDE: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Returns the largest logit and the inverse of the sum of exponentials of rows ``r``; 0 and 1 for rows that see nothing."""
+    """Returns the largest logit and the inverse of the sum of exponentials of rows ``r``; 0 and 1 for rows that see nothing.
+
+    Writes the logits to ``scores``, unless it is None.
+    """
     m = tl.full([r.shape[0]], float("-inf"), tl.float32)
     l = tl.zeros([r.shape[0]], tl.float32)
     for start in tl.range(0, tl.max(end, 0), COLS):  # type: ignore[misc]
         s = _logits(
-            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
+            q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r, start, end, q_rows, cols, HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL
         )
+        if scores_ptr is not None:
+            c = start + tl.arange(0, COLS)[None, :]
+            tl.store(scores_ptr + c, s, mask=(r < rows)[:, None] & (c < cols))
         m_new = tl.maximum(m, tl.max(s, 1))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)

@@ -10,7 +10,7 @@ Attention masses, sums over j, take the place of the maxima. The online softmax 
 it sums them by column block. They are relative to the running maximum of that moment, which is buffered with them for each tile
 of keys, so that nothing is rescaled when the maximum grows. In exchange, the row maximum of a tile is reduced in one step.
 
-Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one or two strips of W = min(BN, block) keys each.
+Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one to four strips of W = min(BN, key block) keys each.
 Comments give the shapes of tiles.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_block_size
+from msattn.kernels.common.block_checks import BLOCK_SIZES, resolve_key_block_size
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -61,6 +61,7 @@ def maxpool_attention(
     v: Tensor,
     *,
     block_size: int = 64,
+    key_block_size: int | None = None,
     pool: Pool = "max",
     causal: bool = True,
     scale: float | None = None,
@@ -80,7 +81,9 @@ def maxpool_attention(
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_size : int
-        Tokens in a block: 16, 32, 64 or 128.
+        Queries of a block: 16, 32, 64 or 128.
+    key_block_size : int, optional
+        Keys of a block: 16, 32, 64 or 128; by default ``block_size``.
     pool : {"max", "mass", "mean_mass"}
         The entry of a block: its largest probability; the sum over its keys, of the query with the largest sum; or the
         mean of these sums over the queries of the row block.
@@ -101,7 +104,7 @@ def maxpool_attention(
     Returns
     -------
     MaxPoolAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / block)]``, the latter two fp32
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / key block)]``, the latter two fp32
         (fp64 for fp64 inputs). ``pooled`` is 0 for blocks above the diagonal; rows without visible keys have ``out = 0``,
         ``lse = -inf``, ``pooled = 0``. With ``sinks`` these are results of the softmax that includes them, and the ``lse`` of
         rows without visible keys is the sink.
@@ -114,18 +117,19 @@ def maxpool_attention(
         In the backward pass, as the operation makes training targets.
     """
     check_qkv(q, k, v)
-    check_block_size(block_size)
+    key_block_size = resolve_key_block_size(block_size, key_block_size)
     if pool not in get_args(Pool):
         raise ValueError(f"pool={pool!r}: expected one of {', '.join(get_args(Pool))}")
     check_per_sequence(q, kv_start=kv_start)
     check_sinks(sinks, q.shape[1], q)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, block_size, causal, scale, softcap, pool, backend))
+    options = (block_size, key_block_size, causal, scale, softcap, pool, backend)
+    return MaxPoolAttention(*_operator(q, k, v, sinks, kv_start, *options))
 
 
-def _empty(q, k, v, sinks, kv_start, block_size, *others):
-    blocks = [(x.shape[2] + block_size - 1) // block_size for x in (q, k)]
+def _empty(q, k, v, sinks, kv_start, block_size, key_block_size, *others):
+    blocks = [(x.shape[2] + size - 1) // size for x, size in ((q, block_size), (k, key_block_size))]
     return *empty_attention(q), q.new_empty((*q.shape[:2], *blocks), dtype=statistics_dtype(q))
 
 
@@ -136,6 +140,7 @@ def launch(
     sinks: Tensor | None,
     kv_start: Tensor | None,
     block_size: int,
+    key_block_size: int,
     causal: bool,
     scale: float,
     softcap: float | None,
@@ -147,12 +152,12 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
     tile = tuned_tile("maxpool_attention", q)
-    row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, block_size)
+    row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, key_block_size)
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles
     programs = min(tiles, num_sms(q.device) * tile.programs)
-    keys = min(tile.keys, 2 * block_size)
-    strip = min(keys, block_size)
+    keys = min(tile.keys, max(2 * key_block_size, 4 * BLOCK_SIZES[0]))
+    strip = min(keys, key_block_size)
     strips = triton.cdiv(num_keys, keys) * (keys // strip)
 
     out = torch.empty_like(q)
@@ -167,7 +172,7 @@ def launch(
         *out.stride()[:3],
         tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, W=strip, POOL=pool,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, KEY_BLOCK=key_block_size, W=strip, POOL=pool,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -187,7 +192,8 @@ def _maxpool_attention_kernel(
     stride_b, stride_h, stride_n,
     tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     scratch_rows = strips
     if POOL != "max":
@@ -249,18 +255,21 @@ def _maxpool_attention_kernel(
         tl.debug_barrier()  # all strips are stored before they are read
         map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
         _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, t0 // BLOCK, row_blocks, col_blocks, strips, scale2,
-                         BM, BN, BLOCK, W, POOL)  # fmt: skip
+                         BM, BN, BLOCK, KEY_BLOCK, W, POOL)  # fmt: skip
         tl.debug_barrier()  # all strips are read before the next tile overwrites them
         tile = tl.atomic_add(next_tile_ptr, 1)
 
 
 @triton.jit
 def _row_max(maxima, STRIPS: tl.constexpr):
-    """Returns the row maxima ``[BM]`` over one or two strips.
+    """Returns the row maxima ``[BM]`` over one, two or four strips.
 
-    Two strips are split, because a reduction spills registers.
+    Strips are split, because a reduction spills registers.
     """
-    if STRIPS == 2:
+    if STRIPS == 4:
+        first, second = tl.split(tl.reshape(maxima, [maxima.shape[0], 2, 2]))
+        maxima = tl.maximum(first, second)
+    if STRIPS > 1:
         first, second = tl.split(maxima)
         return tl.maximum(first, second)
     return tl.max(maxima, 1)
@@ -268,8 +277,11 @@ def _row_max(maxima, STRIPS: tl.constexpr):
 
 @triton.jit
 def _row_sum(sums, STRIPS: tl.constexpr):
-    """Returns the row sums ``[BM]`` over one or two strips, see :func:`_row_max`."""
-    if STRIPS == 2:
+    """Returns the row sums ``[BM]`` over one, two or four strips, see :func:`_row_max`."""
+    if STRIPS == 4:
+        first, second = tl.split(tl.reshape(sums, [sums.shape[0], 2, 2]))
+        sums = first + second
+    if STRIPS > 1:
         first, second = tl.split(sums)
         return first + second
     return tl.sum(sums, 1)
@@ -278,11 +290,11 @@ def _row_sum(sums, STRIPS: tl.constexpr):
 @triton.jit
 def _store_block_map(
     map_ptr, scratch_ptr, lse2, last, queries, first_row_block, row_blocks, col_blocks, strips, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
     """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``."""
     BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
-    STRIPS: tl.constexpr = BLOCK // W  # strips of a block
+    STRIPS: tl.constexpr = KEY_BLOCK // W  # strips of a block
     lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # probabilities of a row without visible keys are 0
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]

@@ -84,9 +84,15 @@ def visible(
 
 
 def block_numbers(
-    batch: int, num_queries: int, num_keys: int, causal: bool, kv_start: Tensor | None, block_size: int
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    kv_start: Tensor | None,
+    block_size: int,
+    key_block_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the row block of each query and the column block of each key.
+    """Returns the row block of each query and the column block of each key, which have equal sizes by default.
 
     They are ``int64 [B, N]`` and ``int64 [B, M]``, -1 in the padding.
     """
@@ -95,7 +101,7 @@ def block_numbers(
     offset = query_offset(num_queries, num_keys, causal)
     rows = torch.arange(num_queries, device=device) + offset - start.clamp(min=offset)[:, None]
     cols = torch.arange(num_keys, device=device) - start[:, None]
-    return tuple(torch.where(x < 0, -1, x // block_size) for x in (rows, cols))  # type: ignore[return-value]
+    return torch.where(rows < 0, -1, rows // block_size), torch.where(cols < 0, -1, cols // (key_block_size or block_size))
 
 
 def tokens_of_blocks(
@@ -107,12 +113,13 @@ def tokens_of_blocks(
     causal: bool,
     kv_start: Tensor | None,
     block_size: int,
+    key_block_size: int | None = None,
 ) -> Tensor:
     """Expands a block mask to tokens: ``bool [B, Hq, N, M]``, False in the padding.
 
     ``block_mask`` is ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
     """
-    rows, cols = block_numbers(batch, num_queries, num_keys, causal, kv_start, block_size)
+    rows, cols = block_numbers(batch, num_queries, num_keys, causal, kv_start, block_size, key_block_size)
     rows, cols = rows.to(block_mask.device), cols.to(block_mask.device)
     mask = block_mask.repeat_interleave(q_heads // block_mask.shape[1], dim=1).expand(batch, -1, -1, -1)
     mask = torch.stack([mask[b][:, rows[b]][:, :, cols[b]] for b in range(batch)])

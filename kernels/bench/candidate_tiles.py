@@ -27,6 +27,8 @@ def _tiles(names: str) -> list[Tile]:
 
 # One program per block of 64 queries.
 BLOCK_SPARSE = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-64-8-3 64-32-4-3 64-32-4-5 64-32-4-6")
+# Tiles of several blocks, which are loaded a stage later than those of descriptors.
+GATHERED = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-32-4-3 64-32-4-4 64-128-4-2 64-128-4-3")
 # Dependent loads of list, page and keys use pipeline stages.
 PAGED_BLOCK_SPARSE = _tiles("64-64-4-3 64-64-4-5 64-64-4-7 64-64-8-3 64-64-8-5 64-32-4-3 64-32-4-5 64-32-4-7 64-16-4-5")
 # Two tiles of each input and one or two accumulators are live at the same time.
@@ -41,6 +43,7 @@ CANDIDATES = {  # keyed by the name that `tuned` uses for the kernel, or by oper
         "128-128-8-3 128-128-8-2 128-64-8-3 128-64-8-4 128-64-8-5 128-64-4-2-2 64-128-4-2 64-64-4-3-2 64-64-4-2-2"
     ),
     "block_sparse_attention": BLOCK_SPARSE,
+    "block_sparse_attention_gathered": GATHERED,
     "paged_block_sparse_attention": PAGED_BLOCK_SPARSE,
     "block_sparse_attention_dq": BACKWARD,
     "block_sparse_attention_dkv": BACKWARD,
@@ -66,6 +69,7 @@ CANDIDATES = {  # keyed by the name that `tuned` uses for the kernel, or by oper
     "bucket_sums": _tiles("128-64-8-3 128-64-8-4-2 128-32-8-3-2 128-128-8-3 64-64-4-3-3 64-64-4-4-4 64-128-4-3-2"),
 }
 FORWARD_KERNELS = {name: [name] for name in OPERATIONS if name in CANDIDATES} | {
+    "block_sparse_attention": ["block_sparse_attention", "block_sparse_attention_gathered"],
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],
     "paged_flash_decode": ["flash_decode"],

@@ -26,10 +26,10 @@ def maxpool_attention(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = N
 
 
 def block_sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor, softcap: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, block_mask: Tensor, softcap: float | None = None, key_block_size: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
     """Dense attention with the block mask expanded to tokens."""
-    read = tokens_of_blocks(block_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], True, None, BLOCK)
+    read = tokens_of_blocks(block_mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], True, None, BLOCK, key_block_size)
     return dense_attention(q, k, v, read & _causal(q, k), dtype=q.dtype, score_mod=capped(softcap))[:2]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
-from msattn.kernels.bench.rows import BLOCK, Shape, Work
+from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 
@@ -41,7 +41,8 @@ def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per sparsity with random masks of each query head.
 
-    At the first sparsity there is another case, with masks of each query group.
+    At the first sparsity there is another case, with masks of each query group. Forward, there is one more per sparsity, with
+    blocks of ``SMALL`` keys; the peer ``block_sparse`` reads as many keys in blocks of ``BLOCK``.
     """
     from msattn.kernels.block_sparse_attention import forward as op
 
@@ -58,6 +59,14 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
         layers = [(*qkv, mask)]
         flex = peers.flex(layers, work, mask, coarse=options.backward, setting=setting, sparsity=realised, softcap=cap)
         yield prefill_case(*forms, layers, work, [*dense, flex], setting, realised)
+    for sparsity in () if options.backward else options.sparsities:
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse, {SMALL} keys", cap)
+        block_sparse = _block_sparse_peer(shape, qkv, _mask(shape, sparsity, shape.q_heads), options, setting)
+        mask = _mask(shape, sparsity, shape.q_heads, SMALL)
+        work, realised = _work(shape, mask, False, SMALL)
+        small = forms_of(op, "block_sparse_attention", softcap=cap, key_block_size=SMALL)
+        rows = partial(_row_inputs, key_block_size=SMALL)
+        yield BenchCase(*small, [(*qkv, mask)], work, [*dense, block_sparse], setting, realised, window=rows)
 
 
 def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -173,14 +182,14 @@ def _weighted(
     return prefill_case(*forms, layers, work, compared, setting, context=context)
 
 
-def _row_inputs(layer: Layer, begin: int, end: int) -> Layer:
+def _row_inputs(layer: Layer, begin: int, end: int, key_block_size: int = BLOCK) -> Layer:
     """Returns the inputs of the query rows [begin, end).
 
     They include the keys up to the last row, and the row blocks of a mask or of zooms.
     """
     q, k, v, *others = layer
-    last = -(-end // BLOCK)
-    others = [x[..., begin // BLOCK : last, :last] if x.ndim == 4 else x for x in others]
+    last, last_keys = -(-end // BLOCK), -(-end // key_block_size)
+    others = [x[..., begin // BLOCK : last, :last_keys] if x.ndim == 4 else x for x in others]
     return q[:, :, begin:end], k[:, :, :end], v[:, :, :end], *others
 
 
@@ -198,8 +207,13 @@ def _dense(
     return dense
 
 
-def _mask(shape: Shape, sparsity: float, heads: int) -> Tensor:
-    return random_block_mask(1, heads, shape.blocks, shape.blocks, 1 - sparsity, shape.device, shape.seed)
+def _mask(shape: Shape, sparsity: float, heads: int, key_block_size: int = BLOCK) -> Tensor:
+    """Draws a mask ``bool [1, heads, T, T]``, or ``[1, heads, T, N / key_block_size]``; the diagonal is always read."""
+    cols = -(-shape.length // key_block_size)
+    mask = random_block_mask(1, heads, shape.blocks, cols, 1 - sparsity, shape.device, shape.seed)
+    first = torch.arange(0, shape.length, BLOCK, device=shape.device)[:, None]
+    keys = torch.arange(0, shape.length, key_block_size, device=shape.device)
+    return mask | ((keys >= first) & (keys < first + BLOCK))
 
 
 def _zoom(shape: Shape, sparsity: float) -> Tensor:
@@ -222,16 +236,16 @@ def _scores(shape: Shape) -> int:
     return shape.batch * shape.q_heads * shape.length**2
 
 
-def _work(shape: Shape, selection: Tensor, backward: bool) -> tuple[Work, float]:
-    """Returns the work of attention with a mask or zooms ``[1, heads, T, T]``, and the share of the pairs that is not read.
+def _work(shape: Shape, selection: Tensor, backward: bool, key_block_size: int = BLOCK) -> tuple[Work, float]:
+    """Returns the work of attention with a mask or zooms, and the share of the pairs that is not read.
 
-    The mean of several keys has one score.
+    They are ``[1, heads, T, T]``, a mask may have other blocks of keys. The mean of several keys has one score.
     """
-    first = torch.arange(selection.shape[3], device=selection.device, dtype=torch.float64) * BLOCK
-    tokens = (shape.length - first).clamp(max=BLOCK)
-    on_diagonal = torch.diag(tokens * (tokens + 1) / 2)
-    below = torch.outer(tokens, tokens).tril(-1)
+    rows, keys = (torch.arange(0, shape.length + size, size).clamp(max=shape.length) for size in (BLOCK, key_block_size))
+    ahead = (rows[:, None] - keys).clamp(min=0).to(selection.device, torch.float64)
+    visible = (ahead * (ahead + 1) / 2).diff(dim=0).diff(dim=1).neg()  # pairs of a block
+    below = visible.tril(-1)
     zooms = (1,) if selection.dtype == torch.bool else (1, 2, 4, 8)
-    read = sum(float(((selection == z).sum((0, 1)) * (below / z + on_diagonal)).sum()) for z in zooms)
+    read = sum(float(((selection == z).sum((0, 1)) * (visible - below + below / z)).sum()) for z in zooms)
     pairs = read * shape.batch * shape.q_heads / selection.shape[1]
     return peers.attention_work(shape, pairs, backward), 1 - pairs / peers.causal_pairs(shape)

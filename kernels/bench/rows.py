@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # tokens of a block in all problems
+SMALL = 16  # keys of a small block
 CHECK_LENGTH = 333  # tokens of the check before timing: several blocks, the last one partial
 
 

@@ -1,6 +1,7 @@
 """Benchmark cases of block selection: pooling, gate scores, best blocks."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Options, forms_of
-from msattn.kernels.bench.rows import BLOCK, Shape, Work
+from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields one case: a gate for each query head, in the default configuration."""
+    """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query head, by default settings."""
     from msattn.kernels import gate_scores as op
     from msattn.kernels import pool_blocks as pooling
 
@@ -23,28 +24,30 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     query_weight, key_weight = (
         torch.randn((heads, size, pools * size), generator=generator, device=shape.device) * size**-0.5 for pools in (1, 2)
     )
-    gate = {
+    gate: dict[str, Any] = {
         "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
         "q_pool": ["avg"],
         "num_keys": shape.length,
         "block_size": BLOCK,
         "mean_weight": 0.5 * size**-0.5,
     }
-    scored = shape.batch * heads * blocks
-    moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * scored * blocks
-    work = Work(2 * size * scored * (3 * size + blocks), moved)
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
     pools = pooling.pool_blocks, reference.pool_blocks, reference.pool_blocks
-    forms = Forms(*map(_with_pooled_keys, forms_of(op, "gate_scores", **gate), pools))
-    compared = [peers.eager(forms.eager, layers, work, 3 * scored * blocks, setting="gate")]
-    yield BenchCase(*forms, layers, work, compared, "gate")
+    for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
+        cols, projected = -(-shape.length // keys), shape.batch * heads
+        moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * projected * blocks * cols
+        work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
+        with_keys = partial(_with_pooled_keys, key_block_size=keys)
+        forms = Forms(*map(with_keys, forms_of(op, "gate_scores", key_block_size=keys, **gate), pools))
+        compared = [peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)]
+        yield BenchCase(*forms, layers, work, compared, setting)
 
 
-def _with_pooled_keys(form: Function, pool: Function) -> Function:
+def _with_pooled_keys(form: Function, pool: Function, *, key_block_size: int) -> Function:
     """Returns ``form`` of queries, keys and weights, both of which stand for rotated ones, too."""
 
     def pooled(q: Tensor, k: Tensor, *weights: Tensor) -> Any:
-        return form(q, pool(k, ["max", "min"], block_size=BLOCK, rotated=k), *weights, q_rope=q)
+        return form(q, pool(k, ["max", "min"], block_size=key_block_size, rotated=k), *weights, q_rope=q)
 
     return pooled
 

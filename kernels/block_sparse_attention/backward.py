@@ -15,7 +15,8 @@ Row lists are iterated from the first key forwards, column lists from the last q
 share tiles in the L2 cache and both kernels process the blocks on the diagonal last.
 
 Layouts: row statistics as in :mod:`msattn.kernels.common.backward_tiles`, lists as in
-:mod:`msattn.kernels.common.block_lists`. A tile has BM queries and BN keys, each a block or an even part of one.
+:mod:`msattn.kernels.common.block_lists`. Blocks have ROWS queries and KEYS keys, tiles BM queries and BN keys, each a block or
+an even part of one.
 """
 
 import torch
@@ -52,6 +53,7 @@ def launch(
     lse: Tensor,
     kv_start: Tensor | None,
     block_size: int,
+    key_block_size: int,
     causal: bool,
     scale: float,
     softcap: float | None,
@@ -65,14 +67,15 @@ def launch(
     cols = padded_head(head)
     offset = query_offset(num_queries, num_keys, causal)
     group, limit = q_heads // kv_heads, unscaled_limit(softcap, scale)
-    selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, causal
+    selection = block_mask, kv_start, num_queries, num_keys, offset, block_size, key_block_size, causal
     row_blocks, col_blocks = block_mask.shape[2:]
-    constants = {"HEAD": head, "COLS": cols, "BLOCK": block_size, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
+    sizes = {"HEAD": head, "COLS": cols, "ROWS": block_size, "KEYS": key_block_size}
+    constants = {**sizes, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
 
     lists, lengths = compact_rows(*selection)
     shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
     tile = tuned_tile("block_sparse_attention_dq", q)
-    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    rows, keys = min(block_size, tile.rows), min(key_block_size, tile.keys)
     dq = torch.empty_like(q)
     row_stats = empty_row_stats(lse)
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
@@ -85,9 +88,9 @@ def launch(
     del lists, lengths  # frees their memory before the next lists are allocated
     lists, lengths = compact_columns(*selection, kv_heads, group)
     tile = tuned_tile("block_sparse_attention_dkv", q)
-    rows, keys = min(block_size, tile.rows), min(block_size, tile.keys)
+    rows, keys = min(block_size, tile.rows), min(key_block_size, tile.keys)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    _dkv_kernel[(batch * kv_heads * col_blocks * (block_size // keys),)](
+    _dkv_kernel[(batch * kv_heads * col_blocks * (key_block_size // keys),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
         row_stats_view(row_stats, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
@@ -105,19 +108,19 @@ def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
     group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
-    tiles = row_blocks * (BLOCK // BM)
+    tiles = row_blocks * (ROWS // BM)
     t0 = (tiles - 1 - pid // group % tiles) * BM
     kv_head = pid // (group * tiles) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * tiles * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, h, t0 // BLOCK, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+        lists_ptr, lengths_ptr, b, h, t0 // ROWS, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
     )
 
     q, dout, lse2, row_delta = load_query_rows(
@@ -127,13 +130,13 @@ def _dq_kernel(
 
     t = t0 + tl.arange(0, BM)
     dq = tl.zeros([BM, COLS], tl.float32)
-    PARTS: tl.constexpr = BLOCK // BN
+    PARTS: tl.constexpr = KEYS // BN
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
-        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * KEYS + n % PARTS * BN
         dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
-        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * BLOCK + n % PARTS * BN
+        u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * KEYS + n % PARTS * BN
         dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2, limit,
                       BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
     store_tile(dq_ptr, dq * (scale2 * LN_2), b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
@@ -161,17 +164,17 @@ def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    tiles = col_blocks * (BLOCK // BN)
+    tiles = col_blocks * (KEYS // BN)
     u0 = pid % tiles * BN  # the longest columns come first
     kv_head = pid // tiles % kv_heads
     b = pid // (tiles * kv_heads)
     first_key, first_query, keys, _, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, kv_head, u0 // BLOCK, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
+        lists_ptr, lengths_ptr, b, kv_head, u0 // KEYS, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
     )
     list_ptr += all_blocks - 1  # iterated backwards
     u = u0 + tl.arange(0, BN)
@@ -182,15 +185,15 @@ def _dkv_kernel(
 
     dk = tl.zeros([BN, COLS], tl.float32)
     dv = tl.zeros([BN, COLS], tl.float32)
-    PARTS: tl.constexpr = BLOCK // BM
+    PARTS: tl.constexpr = ROWS // BM
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
-        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * ROWS + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, False, PRECISION)  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
-        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * BLOCK + n % PARTS * BM
+        h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * ROWS + n % PARTS * BM
         dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
                           BM, COLS, CAUSAL, PRECISION)  # fmt: skip
     store_tile(dk_ptr, dk * (scale2 * LN_2), b, kv_head, u, first_key, num_keys, stride_kb, stride_kh, stride_kn, HEAD, COLS)

@@ -12,25 +12,36 @@ ZOOMS = (1, 2, 4, 8)
 POOLINGS = ("avg", "max", "min")
 
 
-def check_block_size(block_size: int) -> None:
-    """Checks that ``block_size`` is a power of two from 16 to 128, a tile length."""
+def check_block_size(block_size: int, name: str = "block_size") -> None:
+    """Checks that ``block_size``, an argument called ``name``, is a power of two from 16 to 128, a tile length."""
     if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_size={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
+        raise ValueError(f"{name}={block_size!r}: expected one of {', '.join(map(str, BLOCK_SIZES))}")
 
 
-def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
-    """Checks bool ``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` and ``block_size``."""
-    _check_block_map("block_mask", block_mask, torch.bool, q, k, block_size)
+def resolve_key_block_size(block_size: int, key_block_size: int | None) -> int:
+    """Returns the number of keys in a block, ``block_size`` by default, after a check of both sizes."""
+    check_block_size(block_size)
+    if key_block_size is None:
+        return block_size
+    check_block_size(key_block_size, "key_block_size")
+    return key_block_size
+
+
+def check_block_mask(block_mask: Tensor, q: Tensor, k: Tensor, block_size: int, key_block_size: int) -> None:
+    """Checks bool ``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` of blocks of so many queries and keys."""
+    _check_block_map("block_mask", block_mask, torch.bool, q, k, block_size, key_block_size)
 
 
 def check_zoom(zoom: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
     """Checks uint8 ``zoom [B | 1, Hq | Hkv | 1, Tr, Tc]`` and ``block_size``."""
-    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size)
-
-
-def _check_block_map(name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Tensor, block_size: int) -> None:
     check_block_size(block_size)
-    row_blocks, col_blocks = ((tokens + block_size - 1) // block_size for tokens in (q.shape[2], k.shape[2]))
+    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size, block_size)
+
+
+def _check_block_map(
+    name: str, x: Tensor, dtype: torch.dtype, q: Tensor, k: Tensor, block_size: int, key_block_size: int
+) -> None:
+    row_blocks, col_blocks = -(-q.shape[2] // block_size), -(-k.shape[2] // key_block_size)
     check_map_shape(name, x, dtype, [(q.shape[0], 1), (q.shape[1], k.shape[1], 1), (row_blocks,), (col_blocks,)])
     check_device(name, x, "q", q)
 

@@ -12,27 +12,59 @@ Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in 
   ``[B or 1, Hkv, Tc, Tr * group]``, in ascending order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import sequence_span, tl, triton
 
+PART_BYTES = 2**28  # of the lists of some row blocks: those of 64 x 64 at 131,072 tokens and 32 heads
+
+
+def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields the first row block, lists and lengths of parts of the row blocks, the last part first.
+
+    ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have room for all blocks.
+    """
+    batch, heads, row_blocks, col_blocks = block_mask.shape
+    lists = (batch if kv_start is None else len(kv_start)) * heads
+    rows = max(1, PART_BYTES // (lists * col_blocks * _entry_dtype(col_blocks).itemsize))
+    for first in reversed(range(0, row_blocks, rows)):
+        yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first)
+
 
 def compact_rows(
-    block_mask: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, offset: int, block_size: int, causal: bool
+    block_mask: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    offset: int,
+    block_size: int,
+    key_block_size: int,
+    causal: bool,
+    first_block: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns lists and lengths of the column blocks that each row block reads.
 
-    These are the True blocks up to the causal limit. The module docstring gives the layouts.
+    These are the True blocks up to the causal limit. The module docstring gives the layouts. The mask begins at row block
+    ``first_block``.
     """
     return _compact(
-        block_mask[:, :, None], kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=False
-    )
+        block_mask[:, :, None], kv_start, num_queries, num_keys, offset, first_block=first_block,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=False,
+    )  # fmt: skip
 
 
 def compact_packed_rows(
-    block_mask: Tensor, cu_queries: Tensor, kv_len: Tensor, num_queries: int, num_keys: int, block_size: int
+    block_mask: Tensor,
+    cu_queries: Tensor,
+    kv_len: Tensor,
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    key_block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns the lists of :func:`compact_rows` for packed causal sequences, whose lengths are on the device.
 
@@ -40,7 +72,7 @@ def compact_packed_rows(
     """
     return _compact(
         block_mask[:, :, None], None, num_queries, num_keys, 0, cu_queries, kv_len,
-        BLOCK=block_size, CAUSAL=True, BY_COLUMN=False,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=True, BY_COLUMN=False,
     )  # fmt: skip
 
 
@@ -51,6 +83,7 @@ def compact_columns(
     num_keys: int,
     offset: int,
     block_size: int,
+    key_block_size: int,
     causal: bool,
     kv_heads: int,
     group: int,
@@ -61,7 +94,10 @@ def compact_columns(
     """
     shared = min(block_mask.shape[1], kv_heads)
     grouped = block_mask.unflatten(1, (shared, -1)).expand(-1, kv_heads, group, -1, -1).mT
-    return _compact(grouped, kv_start, num_queries, num_keys, offset, BLOCK=block_size, CAUSAL=causal, BY_COLUMN=True)
+    return _compact(
+        grouped, kv_start, num_queries, num_keys, offset,
+        ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=True,
+    )  # fmt: skip
 
 
 def _compact(
@@ -72,6 +108,7 @@ def _compact(
     offset: int,
     cu_queries: Tensor | None = None,
     kv_len: Tensor | None = None,
+    first_block: int = 0,
     **constants: int | bool,
 ) -> tuple[Tensor, Tensor]:
     """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
@@ -82,24 +119,28 @@ def _compact(
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
     batch, heads, group, blocks, candidates = mask.shape
     entries = candidates * group
-    dtype = torch.int16 if entries < 2**15 else torch.int32
-    lists = torch.empty((batch, heads, blocks, entries), dtype=dtype, device=mask.device)
+    lists = torch.empty((batch, heads, blocks, entries), dtype=_entry_dtype(entries), device=mask.device)
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
         mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
-        num_queries, num_keys, entries, offset,
+        num_queries, num_keys, entries, offset, first_block,
         GROUP=group, CHUNK=min(1024, triton.next_power_of_2(entries)), **constants,
     )  # fmt: skip
     return lists, lengths
 
 
-@triton.jit(do_not_specialize=["entries"])
+def _entry_dtype(entries: int) -> torch.dtype:
+    return torch.int16 if entries < 2**15 else torch.int32
+
+
+@triton.jit(do_not_specialize=["entries", "first_block"])
 def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
-    num_queries, num_keys, entries, offset,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr, BY_COLUMN: tl.constexpr,
+    num_queries, num_keys, entries, offset, first_block,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """One program compacts one row block (column block) of the mask."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -107,10 +148,11 @@ def _compact_kernel(
         _, keys, queries, delta = packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys)
     else:
         _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    first_token = (first_block + block) * (KEYS if BY_COLUMN else ROWS)
     if BY_COLUMN:
-        begin, end, full_begin, full_end = _visible_row_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        begin, end, full_begin, full_end = _visible_row_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
     else:
-        begin, end, full_begin, full_end = visible_column_blocks(block * BLOCK, keys, queries, delta, BLOCK, CAUSAL)
+        begin, end, full_begin, full_end = visible_column_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
     mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
@@ -130,31 +172,64 @@ def _compact_kernel(
 
 
 @triton.jit
-def visible_column_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of column blocks that the row block at t0 sees.
+def visible_column_blocks(t0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Returns the range of column blocks, of KEYS keys each, that the row block of ROWS queries at t0 sees.
 
     It is ``[begin, end)``, followed by the range of those that all its queries see in full.
     """
-    last, full_end = keys, keys // BLOCK
+    last, full_end = keys, keys // KEYS
     if CAUSAL:
-        last = tl.minimum(keys, tl.minimum(t0 + BLOCK, queries) + delta)
-        full_end = tl.minimum(keys, t0 + delta + 1) // BLOCK
-    return 0, tl.where(t0 < queries, tl.cdiv(last, BLOCK), 0), 0, full_end
+        last = tl.minimum(keys, tl.minimum(t0 + ROWS, queries) + delta)
+        full_end = tl.minimum(keys, t0 + delta + 1) // KEYS
+    return 0, tl.where(t0 < queries, tl.cdiv(last, KEYS), 0), 0, full_end
 
 
 @triton.jit
-def _visible_row_blocks(u0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of row blocks that see the column block at u0.
+def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
+    """Returns the range of row blocks, of ROWS queries each, that see the column block of KEYS keys at u0.
 
     It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and queries past the end of a sequence
     count as seen: the gradients of such keys are not stored, and such queries are loaded as 0.
     """
     begin, full_begin = 0, 0
-    end = tl.cdiv(queries, BLOCK)
+    end = tl.cdiv(queries, ROWS)
     if CAUSAL:
-        begin = tl.maximum(u0 - delta, 0) // BLOCK
-        full_begin = tl.cdiv(tl.maximum(u0 + BLOCK - 1 - delta, 0), BLOCK)
+        begin = tl.maximum(u0 - delta, 0) // ROWS
+        full_begin = tl.cdiv(tl.maximum(u0 + KEYS - 1 - delta, 0), ROWS)
     return begin, tl.where(u0 < keys, end, 0), full_begin, end
+
+
+@triton.jit
+def listed_runs(list_ptr, n, entries, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+    """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
+
+    The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN
+    adjacent keys is a part of both. After the last block, the tile repeats it, so that nothing else is loaded.
+    """
+    place = n * BN + tl.arange(0, BN // RUN) * RUN
+    if list_ptr is not None:
+        block = tl.load(list_ptr + tl.minimum(place // KEYS, tl.maximum(entries - 1, 0))).to(tl.int32)
+        place = block * KEYS + place % KEYS
+    return place
+
+
+@triton.jit
+def repeat_runs(x, RUN: tl.constexpr):
+    """Repeats each element of ``x [R]``, ``[R * RUN]``."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], RUN]), [x.shape[0] * RUN])
+
+
+@triton.jit
+def run_keys(runs, RUN: tl.constexpr):
+    """Returns the keys of runs that begin at ``runs [R]``, ``[R * RUN]``."""
+    return repeat_runs(runs, RUN) + tl.arange(0, runs.shape[0] * RUN) % RUN
+
+
+@triton.jit
+def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+    """Returns the keys of tile n of a list, ``[BN]``; after the last block, they are past the end of the ``keys``."""
+    u = run_keys(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), RUN)
+    return tl.where(n * BN + tl.arange(0, BN) < entries * KEYS, u, keys)
 
 
 @triton.jit

@@ -24,15 +24,3 @@ def load_pages(table_ptr, position, live, PAGE: tl.constexpr):
     Entries of the table whose positions are not ``live`` are not read, page 0 stands for them.
     """
     return tl.load(table_ptr + position // PAGE, mask=live, other=0), position % PAGE
-
-
-@triton.jit
-def load_keys(ptr, page, offset, live, stride_page, stride_slot, HEAD: tl.constexpr, COLS: tl.constexpr):
-    """Loads keys or values ``[BN, COLS]`` of one head.
-
-    Those that are not ``live [BN]`` are 0: slots that are not filled may hold NaN, which a probability of 0 would not remove.
-    """
-    d = tl.arange(0, COLS)
-    rows = ptr + page * stride_page + offset * stride_slot
-    mask = live[:, None] if HEAD == COLS else live[:, None] & (d < HEAD)[None, :]
-    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)

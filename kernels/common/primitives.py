@@ -159,6 +159,14 @@ def load_tile(desc, b, h, row, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def load_rows(row_ptrs, HEAD: tl.constexpr, COLS: tl.constexpr):
+    """Loads the rows at ``row_ptrs [ROWS]`` as a tile ``[ROWS, COLS]``."""
+    d = tl.arange(0, COLS)
+    mask = None if HEAD == COLS else (d < HEAD)[None, :]
+    return tl.load(row_ptrs[:, None] + d[None, :], mask=mask, other=None if HEAD == COLS else 0.0)
+
+
+@triton.jit
 def mask_scores(s, t, u, num_keys, delta, CAUSAL: tl.constexpr):
     """Masks scores ``s [BM, BN]`` of queries t and keys u with -inf.
 

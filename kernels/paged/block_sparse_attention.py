@@ -4,17 +4,27 @@ As in :mod:`msattn.kernels.block_sparse_attention`, the mask is compacted into l
 block of a head and iterates over its list; without a mask it iterates over all blocks that it sees. Sequences of a batch differ
 in length, so that each program reads its bounds, and those past the end of their sequence leave at once.
 
-A tile has BM = block queries and BN keys. If the page size is a multiple of BN, its keys are in one page, and descriptors load
-the tiles of full blocks, as for contiguous keys. Other tiles are loaded by the addresses of their keys: slots of the last page
-may not be filled, and smaller pages are looked up for each key (:mod:`msattn.kernels.common.paged_tiles`).
+A tile has BM queries and BN keys, a part of a block or several blocks. If its keys are in one block and one page, descriptors
+load the tiles of full blocks, as for contiguous keys. Other tiles are gathered by the addresses of their keys, as slots of the
+last page may not be filled; the page is looked up for each run of RUN keys, which is a part of a block and of a page.
 """
+
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.block_checks import check_block_size, check_map_shape
-from msattn.kernels.common.block_lists import compact_packed_rows, find_list, visible_column_blocks
+from msattn.kernels.common.block_checks import check_map_shape, resolve_key_block_size
+from msattn.kernels.common.block_lists import (
+    compact_packed_rows,
+    find_list,
+    listed_keys,
+    listed_runs,
+    repeat_runs,
+    run_keys,
+    visible_column_blocks,
+)
 from msattn.kernels.common.checks import (
     check_device,
     check_tensor,
@@ -25,10 +35,11 @@ from msattn.kernels.common.checks import (
     resolve_softcap,
 )
 from msattn.kernels.common.paged_checks import check_paged_keys
-from msattn.kernels.common.paged_tiles import load_keys, load_pages, packed_span
+from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import (
     LN_2,
     LOG2_E,
+    load_rows,
     load_tile,
     mask_scores,
     padded_head,
@@ -53,6 +64,7 @@ def paged_block_sparse_attention(
     *,
     max_queries: int,
     block_size: int = 64,
+    key_block_size: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     backend: Backend | None = None,
@@ -71,12 +83,14 @@ def paged_block_sparse_attention(
         Keys and values, the queries' own included. Query head h reads head ``h // (Hq // Hkv)``. Not copied.
     cu_queries : Tensor int32 ``[B + 1]``
         Sequence b has the queries ``cu_queries[b] : cu_queries[b + 1]``, possibly none, at most as many as keys.
-    block_mask : Tensor bool ``[B, Hq | Hkv | 1, ceil(max_queries / block), ceil(pages * page_size / block)]``, optional
-        True selects the block; what is past the end of a sequence or above the diagonal is not read. None selects all blocks.
+    block_mask : Tensor bool ``[B, Hq | Hkv | 1, ceil(max_queries / block_size), ceil(pages * page_size / key_block_size)]``
+        True selects the block; what is past the end of a sequence or above the diagonal is not read. None selects all.
     max_queries : int
         Upper bound of the number of queries of a sequence.
     block_size : int
-        Tokens in a block: 16, 32, 64 or 128.
+        Queries in a block: 16, 32, 64 or 128.
+    key_block_size : int, optional
+        Keys in a block, of the same choice; ``block_size`` by default.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     softcap : float, optional
@@ -101,19 +115,19 @@ def paged_block_sparse_attention(
         raise ValueError(f"q.shape={tuple(q.shape)}: expected packed queries [tokens, heads, head size], each at least 1")
     check_tokens("q", q[None])
     check_paged_keys(cache, q.shape[1], q)
-    check_block_size(block_size)
+    key_block_size = resolve_key_block_size(block_size, key_block_size)
     batch, pages = cache.table.shape
     if max_queries < 1:
         raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
     check_tensor("cu_queries", cu_queries, torch.int32, (batch + 1,), "q", q)
     if block_mask is not None:
-        row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (max_queries, pages * cache.k.shape[1]))
+        row_blocks, col_blocks = -(-max_queries // block_size), -(-pages * cache.k.shape[1] // key_block_size)
         accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
         check_map_shape("block_mask", block_mask, torch.bool, accepted)
         check_device("block_mask", block_mask, "q", q)
     scale, softcap = resolve_scale(scale, q.shape[2]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    arguments = (q, *cache, cu_queries, block_mask, max_queries, block_size, scale, softcap, backend)
+    arguments = (q, *cache, cu_queries, block_mask, max_queries, block_size, key_block_size, scale, softcap, backend)
     return SparseAttention(*_operator(*arguments))
 
 
@@ -127,6 +141,7 @@ def launch(
     block_mask: Tensor | None,
     max_queries: int,
     block_size: int,
+    key_block_size: int,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -144,20 +159,23 @@ def launch(
     cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
     lists, lengths, list_heads, entries = None, None, 1, 1
     if block_mask is not None:
-        lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, num_queries, num_keys, block_size)
+        lists, lengths = compact_packed_rows(block_mask, cu_queries, kv_len, num_queries, num_keys, block_size, key_block_size)
         list_heads, _, entries = lists.shape[1:]
 
-    keys, k_desc, v_desc = min(block_size, tile.keys), None, None
-    if page_size % keys == 0 and has_aligned_rows(k) and has_aligned_rows(v):
+    keys, k_desc, v_desc = tile.keys, None, None
+    if key_block_size >= keys and page_size % keys == 0 and has_aligned_rows(k) and has_aligned_rows(v):
         k_desc, v_desc = (tile_view(x.transpose(1, 2), keys) for x in (k, v))
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
         q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, lists, lengths,
-        *q.stride(), *k.stride()[:3], *v.stride()[:3], *out.stride(), table.stride(0),
+        *q.stride(), k.stride(2), v.stride(2), *out.stride(), table.stride(0),
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=block_size, BN=keys, PAGE=page_size, PRECISION=precision(q.dtype), STAGES=tile.stages,
+        HEAD=head, COLS=cols, BM=block_size, BN=keys, KEYS=key_block_size, PAGE=page_size,
+        STRIDES_K=k.stride()[:2], STRIDES_V=v.stride()[:2],
+        RUN=gcd(page_size, key_block_size, keys),
+PRECISION=precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse
@@ -179,11 +197,11 @@ _operator = register_op(
 )  # fmt: skip
 def _paged_block_sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr, lists_ptr, lengths_ptr,
-    stride_qt, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    stride_qt, stride_qh, stride_qd, stride_kh, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    STRIDES_K: tl.constexpr, STRIDES_V: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
     pid = tl.program_id(0)
@@ -206,7 +224,7 @@ def _paged_block_sparse_attention_kernel(
         )
     else:
         list_ptr = None
-        _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, True)
+        _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, KEYS, True)
 
     table_ptr += b.to(tl.int64) * stride_tb
     k_ptr += kv_head.to(tl.int64) * stride_kh
@@ -215,30 +233,29 @@ def _paged_block_sparse_attention_kernel(
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)
-    PARTS: tl.constexpr = BM // BN  # key tiles of a block
     first = 0
     if k_desc is not None:
-        first = full * PARTS
+        first = full * (KEYS // BN)
         for n in tl.range(0, first, num_stages=2 * STAGES - 1):  # type: ignore[misc]  # pages are loaded as far ahead as tiles
-            u0 = _first_key(list_ptr, n, BM, BN)
+            u0 = _first_key(list_ptr, n, KEYS, BN)
             page = tl.load(table_ptr + u0 // PAGE)
             s = tl.dot(q, tl.trans(load_tile(k_desc, page, kv_head, u0 % PAGE, BN, COLS)), input_precision=PRECISION)
             if limit is not None:
                 s = cap_scores(s, limit)
             v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
-    for n in tl.range(first, all_blocks * PARTS):  # type: ignore[misc]
-        u0 = _first_key(list_ptr, n, BM, BN)
-        u = u0 + tl.arange(0, BN)
-        position = u0 if PAGE % BN == 0 else u  # the page of a tile within one is a scalar, whose load costs next to nothing
-        page, offset = load_pages(table_ptr, position, position < keys, PAGE)[0].to(tl.int64), u % PAGE
-        k = load_keys(k_ptr, page, offset, u < keys, stride_kp, stride_ks, HEAD, COLS)
+    runs, pages = _find_pages(list_ptr, table_ptr, first, all_blocks, keys, KEYS, BN, RUN, PAGE)
+    for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
+        page = repeat_runs(pages, RUN).to(tl.int64)
+        offset = (tl.minimum(run_keys(runs, RUN), keys - 1) % PAGE).to(tl.int64)
+        k = load_rows(k_ptr + page * STRIDES_K[0] + offset * STRIDES_K[1], HEAD, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
-        if n >= full * PARTS:
-            s = mask_scores(s, t, u, keys, delta, True)
-        v = load_keys(v_ptr, page, offset, u < keys, stride_vp, stride_vs, HEAD, COLS)
+        if n >= full * KEYS // BN:
+            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, True)
+        v = load_rows(v_ptr + page * STRIDES_V[0] + offset * STRIDES_V[1], HEAD, COLS)
+        runs, pages = _find_pages(list_ptr, table_ptr, n + 1, all_blocks, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
@@ -247,9 +264,18 @@ def _paged_block_sparse_attention_kernel(
 
 
 @triton.jit
-def _first_key(list_ptr, n, BM: tl.constexpr, BN: tl.constexpr):
+def _find_pages(
+    list_ptr, table_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr
+):
+    """Returns the runs of tile n up to the last key, which stands for those after it, and their pages."""
+    runs = tl.minimum(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), keys - 1)
+    return runs, tl.load(table_ptr + runs // PAGE)
+
+
+@triton.jit
+def _first_key(list_ptr, n, KEYS: tl.constexpr, BN: tl.constexpr):
     """Returns the first key of tile n of the blocks that a row block reads: those of its list, without one all."""
-    block = n // (BM // BN)
+    block = n // (KEYS // BN)
     if list_ptr is not None:
         block = tl.load(list_ptr + block).to(tl.int32)
-    return block * BM + n % (BM // BN) * BN
+    return block * KEYS + n % (KEYS // BN) * BN

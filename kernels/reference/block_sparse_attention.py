@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msattn.kernels.common.block_checks import resolve_key_block_size
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
 from msattn.kernels.types import SparseAttention
@@ -24,6 +25,7 @@ def block_sparse_attention(
     block_mask: Tensor,
     *,
     block_size: int = 64,
+    key_block_size: int | None = None,
     causal: bool = True,
     scale: float | None = None,
     softcap: float | None = None,
@@ -36,7 +38,8 @@ def block_sparse_attention(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics_dtype(q))
-    for rows, cols, chunks in _parts(q, k, block_mask, block_size, causal, kv_start):
+    sizes = block_size, resolve_key_block_size(block_size, key_block_size)
+    for rows, cols, chunks in _parts(q, k, block_mask, *sizes, causal, kv_start):
         queries, keys, values = rows.split(q), cols.split(k), cols.split(v)
         rows_out, rows_lse = torch.zeros_like(queries), torch.full_like(queries[..., 0], -math.inf)
         for r, c, seen in chunks:
@@ -58,6 +61,7 @@ def block_sparse_attention_backward(
     block_mask: Tensor,
     *,
     block_size: int,
+    key_block_size: int,
     causal: bool,
     scale: float,
     softcap: float | None,
@@ -65,7 +69,7 @@ def block_sparse_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for rows, cols, chunks in _parts(q, k, block_mask, block_size, causal, kv_start):
+    for rows, cols, chunks in _parts(q, k, block_mask, block_size, key_block_size, causal, kv_start):
         queries, douts, outs = (rows.split(x) for x in (q, dout, out))
         dlses, lses = (rows.split(x[..., None])[..., 0] for x in (dlse, lse))
         keys, values = cols.split(k), cols.split(v)
@@ -108,7 +112,7 @@ class _Blocks(NamedTuple):
 
 
 def _parts(
-    q: Tensor, k: Tensor, block_mask: Tensor, block_size: int, causal: bool, kv_start: Tensor | None
+    q: Tensor, k: Tensor, block_mask: Tensor, block_size: int, key_block_size: int, causal: bool, kv_start: Tensor | None
 ) -> Iterator[tuple[_Blocks, _Blocks, Iterator[tuple[Tensor, Tensor, Tensor]]]]:
     """Yields row blocks and column blocks of sequences with the same padding, and chunks of the rows.
 
@@ -120,27 +124,42 @@ def _parts(
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         n, m = q.shape[2] - first_query, k.shape[2] - first_key
         if n and m:
-            rows, cols = _Blocks(batch, first_query, lists, block_size), _Blocks(batch, first_key, kv_heads, block_size)
-            yield rows, cols, _chunks(mask[batch], n, m, delta, block_size, causal, q.shape[1], kv_heads)
+            rows, cols = _Blocks(batch, first_query, lists, block_size), _Blocks(batch, first_key, kv_heads, key_block_size)
+            yield rows, cols, _chunks(mask[batch], n, m, delta, block_size, key_block_size, causal, q.shape[1], kv_heads)
 
 
 def _chunks(
-    mask: Tensor, n: int, m: int, delta: int, block_size: int, causal: bool, q_heads: int, kv_heads: int
+    mask: Tensor,
+    n: int,
+    m: int,
+    delta: int,
+    block_size: int,
+    key_block_size: int,
+    causal: bool,
+    q_heads: int,
+    kv_heads: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields the chunks of n queries and m keys; causal query t sees keys ``u <= t + delta``."""
-    first_t, first_u = (torch.arange(0, tokens, block_size, device=mask.device) for tokens in (n, m))
+    first_t, first_u = (torch.arange(0, *tokens, device=mask.device) for tokens in ((n, block_size), (m, key_block_size)))
     mask = mask[..., : len(first_t), : len(first_u)]
     if causal:
         mask = mask & (first_u < (first_t + block_size).clamp(max=n)[:, None] + delta)
     lists = mask.shape[1]
-    within = torch.arange(block_size, device=mask.device)
-    of_list = within.repeat(q_heads // lists)
-    partial = 2 if causal and delta % block_size else 1  # last blocks of a row that hold keys some of its queries do not see
-    for rows, cols in row_lists(mask.flatten(0, 2), len(of_list) * block_size):
+    within = torch.arange(key_block_size, device=mask.device)
+    of_list = torch.arange(block_size, device=mask.device).repeat(q_heads // lists)
+    partial = _partial_blocks(delta, block_size, key_block_size) if causal else 1
+    for rows, cols in row_lists(mask.flatten(0, 2), len(of_list) * key_block_size):
         u = (first_u[cols[:, -partial:], None] + within).flatten(1)[:, None]
         seen = u <= first_t[rows % len(first_t), None, None] + of_list[:, None] + delta if causal else u < m
         head = rows // len(first_t) // (lists // kv_heads)
         yield rows, head[:, None] * len(first_u) + cols, seen
+
+
+def _partial_blocks(delta: int, block_size: int, key_block_size: int) -> int:
+    """Returns an upper bound of the last blocks of a row that hold keys some of its queries do not see."""
+    step = min(block_size, key_block_size)
+    latest = key_block_size - step + delta % step  # place of a row block's first query in its block of keys, at most
+    return (latest + block_size - 1) // key_block_size + 1
 
 
 def _gather(blocks: Tensor, numbers: Tensor) -> Tensor:

@@ -18,16 +18,18 @@ def gate_scores(
     q_pool: list[str],
     num_keys: int,
     block_size: int = 64,
+    key_block_size: int | None = None,
     kv_start: Tensor | None = None,
     q_rope: Tensor | None = None,
     mean_weight: float = 0.0,
     last_queries: bool = False,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
     start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
     rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]
-    cols = torch.arange(0, num_keys, block_size, device=q.device)[None]
+    cols = torch.arange(0, num_keys, key_block_size or block_size, device=q.device)[None]
     key_weight = key_weight.unflatten(0, (pooled_k.shape[1], -1))
     gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k[..., :k_width], key_weight).flatten(1, 2)
     if inv_freq is not None:
@@ -47,7 +49,11 @@ def gate_scores(
     exists = rows < num_keys - start[:, None]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     pooled_q = pool_blocks(q, q_pool, block_size=block_size, start=first, rotated=q_rope)
-    scores = probabilities(pooled_q, rows, (cols[:, None] < end[..., None]) & exists[..., None])
+    visible = (cols[:, None] < end[..., None]) & exists[..., None]
+    scores = probabilities(pooled_q, rows, visible)
+    if columns is not None:
+        scores = scores.maximum(columns[:, :, None]) * visible[:, None]
+        scores = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
     if not last_queries:
         return scores
     # Every pooling of one query is the query.

@@ -16,6 +16,7 @@ def maxpool_attention(
     v: Tensor,
     *,
     block_size: int = 64,
+    key_block_size: int | None = None,
     pool: Pool = "max",
     causal: bool = True,
     scale: float | None = None,
@@ -29,7 +30,8 @@ def maxpool_attention(
     """
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     statistics = statistics_dtype(q)
-    blocks = [-(-x.shape[2] // block_size) for x in (q, k)]
+    key_block_size = key_block_size or block_size
+    blocks = [-(-x.shape[2] // size) for x, size in ((q, block_size), (k, key_block_size))]
     out = torch.zeros_like(q)
     sink_logits = q.new_full(q.shape[1:2], -math.inf, dtype=statistics) if sinks is None else sinks.to(statistics)
     lse = sink_logits[:, None].expand(q.shape[:3]).clone()
@@ -52,7 +54,7 @@ def maxpool_attention(
                 scores.masked_fill_(torch.arange(last, device=q.device) > t[:, None] + delta, -math.inf)
             row_lse = scores.logsumexp(-1).logaddexp(sink_logits)
             probs = scores.sub_(row_lse[..., None]).exp_()
-            by_query = _into_blocks(probs, -1, block_size)  # [B, Hkv, G, rows, c, block]
+            by_query = _into_blocks(probs, -1, key_block_size)  # [B, Hkv, G, rows, c, key block]
             by_query = by_query.amax(-1) if pool == "max" else by_query.sum(-1)
             block_map = _into_blocks(by_query, -2, block_size)  # [B, Hkv, G, r, block, c]
             if pool == "mean_mass":

@@ -10,6 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.block_checks import resolve_key_block_size
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention
 from msattn.kernels.reference.common import cap_scores, masked_attention
@@ -25,6 +26,7 @@ def paged_block_sparse_attention(
     *,
     max_queries: int,
     block_size: int = 64,
+    key_block_size: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> SparseAttention:
@@ -34,19 +36,21 @@ def paged_block_sparse_attention(
     most as many as keys.
     """
     bounds = _query_bounds(q, cache, cu_queries, max_queries)
+    sizes = block_size, resolve_key_block_size(block_size, key_block_size)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], -math.inf, dtype=statistics_dtype(q))
     for b, ((begin, end), slots) in enumerate(zip(bounds, paged_slots(cache), strict=True)):
         if begin == end:
             continue
         k, v = (x[slots].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, kv_len, D]
-        blocks = -(-(end - begin) // block_size), -(-k.shape[2] // block_size)
+        blocks = [-(-tokens // size) for tokens, size in zip((end - begin, k.shape[2]), sizes, strict=True)]
         if block_mask is None:
             mask = torch.ones((1, 1, *blocks), dtype=torch.bool, device=q.device)
         else:
             mask = block_mask[b : b + 1, :, : blocks[0], : blocks[1]]
         queries = q[begin:end].transpose(0, 1)[None]
-        of_sequence = block_sparse_attention(queries, k, v, mask, block_size=block_size, scale=scale, softcap=softcap)
+        options = {"block_size": block_size, "key_block_size": sizes[1], "scale": scale, "softcap": softcap}
+        of_sequence = block_sparse_attention(queries, k, v, mask, **options)
         out[begin:end] = of_sequence.out[0].transpose(0, 1)
         lse[begin:end] = of_sequence.lse[0].T
     return SparseAttention(out, lse)

@@ -112,9 +112,11 @@ def test_throughput_is_bound_by_compute_or_memory() -> None:
 
 def test_work_counts_the_scores_that_are_read() -> None:
     shape = replace(SMALL, length=200)
-    mask = torch.rand(1, 6, 4, 4) < 0.4
-    tokens = mask.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :200, :200].tril()
-    assert prefill_cases._work(shape, mask, False)[0].flops == 4 * shape.head_size * int(tokens.sum()) * shape.batch
+    for keys, cols in ((64, 4), (16, 13)):
+        mask = torch.rand(1, 6, 4, cols) < 0.4
+        tokens = mask.repeat_interleave(64, 2).repeat_interleave(keys, 3)[:, :, :200, :200].tril()
+        flops = 4 * shape.head_size * int(tokens.sum()) * shape.batch
+        assert prefill_cases._work(shape, mask, False, keys)[0].flops == flops
     dense = peers.dense_work(shape, backward=False)
     assert dense.flops == 4 * 16 * 2 * 6 * 200 * 201 / 2
     assert dense.bytes == 4 * 2 * 200 * (2 * 6 * 16 + 2 * 2 * 16 + 6)
@@ -165,7 +167,7 @@ def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> Non
     assert {row["length"] for row in rows} == {"96", "192"}
     assert {row["variant"] for row in rows} == {"flash", "cudnn", "eager", "msattn"}
     own = [row for row in rows if row["variant"] == "msattn"]
-    assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks"}
+    assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks", "50% sparse, 16 keys"}
     assert all(float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"] for row in own)
     assert not list(folder.glob(".writing-*"))
     (run,) = (folder / "runs").glob("bench-*")

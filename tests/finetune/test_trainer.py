@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config import BlockSizes, GateConfig, SelectConfig
 from msattn.trainer.data.chunking import Chunks
 from msattn.trainer.data.mixture import RetrievalMixture
 from msattn.trainer.data.tasks.sequences import ANSWER_WEIGHT
@@ -27,6 +27,7 @@ from tests.jobs import Job
 SELECT = SelectConfig(sparsity=0.5)
 MEANS = SelectConfig("multiscale", shares=[0.2, 0.2, 0.3, 0.3])
 IDS = random_tokens(2, 97, seed=1)
+EQUAL = BlockSizes(16, 16)
 
 
 def fine_tuner(
@@ -35,10 +36,11 @@ def fine_tuner(
     sparse: bool = True,
     dtype: torch.dtype = torch.float32,
     select: SelectConfig = SELECT,
+    sizes: BlockSizes = EQUAL,
     **changes: Any,
 ) -> FineTuner:
     model = tiny_model(family, "yarn", **changes).requires_grad_(True)
-    gate = Gate.build(model.config, GateConfig(block_size=16)) if sparse else None
+    gate = Gate.build(model.config, GateConfig(**sizes.arguments)) if sparse else None
     return FineTuner(model, gate, select, gate_weight=0.5, dtype=dtype).train()
 
 
@@ -64,10 +66,13 @@ def test_dense_training_equals_that_of_transformers(family: str) -> None:
         torch.testing.assert_close(found[f"model.{name}"], weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("family", "select"), [*((family, SELECT) for family in FAMILIES), ("llama", MEANS)])
-def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectConfig) -> None:
+@pytest.mark.parametrize(
+    ("family", "select", "sizes"),
+    [*((family, SELECT, EQUAL) for family in FAMILIES), ("llama", MEANS, EQUAL), ("llama", SELECT, BlockSizes(32, 16))],
+)
+def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectConfig, sizes: BlockSizes) -> None:
     """The reference has the losses of the gates, on detached inputs, and of the language model in one graph."""
-    module, plain = fine_tuner(family, select=select), fine_tuner(family, select=select)
+    module, plain = (fine_tuner(family, select=select, sizes=sizes) for _ in range(2))
     outputs, found = gradients(module)
     gate, losses = plain.gate, []
     assert gate is not None
@@ -75,9 +80,9 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
     def gated_attention(x: LayerInputs) -> Tensor:
         cfg = gate.cfg
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
-        pooled = maxpool_attention(q, k, v, block_size=16, scale=x.scale, pool=cfg.target).pooled
-        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, 16), cfg))
-        return selected_attention(x, Selection.from_config(select, gate).blocks(x), 16).out
+        pooled = maxpool_attention(q, k, v, **sizes.arguments, scale=x.scale, pool=cfg.target).pooled
+        losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, cfg.sizes), cfg))
+        return selected_attention(x, Selection.from_config(select, gate).blocks(x), cfg.sizes).out
 
     with tap(plain.model, gated_attention):
         logits = plain.model.lm_head(run_backbone(plain.model, IDS))

@@ -30,7 +30,8 @@ def maxpool_attention(device: str) -> Arguments:
 
 
 def block_sparse_attention(device: str) -> Arguments:
-    return _attention(device, block_mask=random_block_mask(1, 2, 2, 2, 0.5, device), block_size=32, softcap=5.0)
+    mask = random_block_mask(1, 2, 2, 3, 0.5, device)
+    return _attention(device, block_mask=mask, block_size=32, key_block_size=16, softcap=5.0)
 
 
 def multiscale_attention(device: str) -> Arguments:

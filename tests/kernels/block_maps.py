@@ -59,7 +59,7 @@ def zoom_of_tokens(blocks: Tensor, case: Case, device: str) -> Tensor:
     The result is ``uint8 [B, Hq, N, M]``, 0 for keys that are not read.
     """
     kv_start = starts(case.padding, device)
-    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, case.block_size
+    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, *case[-2:]
     by_level = [tokens_of_blocks(blocks == z, *sizes) * z for z in ZOOMS]
     tokens = torch.stack(by_level).sum(0).to(torch.uint8)
     if case.causal:

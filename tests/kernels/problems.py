@@ -56,11 +56,12 @@ class Case(NamedTuple):
     causal: bool = True
     padding: tuple[int, ...] | None = None
     block_size: int = 64
+    key_block_size: int | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
         """Number of row blocks and of column blocks."""
-        return -(-self.num_queries // self.block_size), -(-self.num_keys // self.block_size)
+        return -(-self.num_queries // self.block_size), -(-self.num_keys // (self.key_block_size or self.block_size))
 
     def qkv(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Draws q, k, v as transposed views, like a model's."""
@@ -73,7 +74,8 @@ class Case(NamedTuple):
 
     def options(self, device: str = "cpu") -> dict[str, Any]:
         """Returns the keyword arguments of the operation."""
-        return {"block_size": self.block_size, "causal": self.causal, "kv_start": starts(self.padding, device)}
+        key_block = {} if self.key_block_size is None else {"key_block_size": self.key_block_size}
+        return {"block_size": self.block_size, **key_block, "causal": self.causal, "kv_start": starts(self.padding, device)}
 
 
 def full_product(

@@ -143,7 +143,7 @@ def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
 
 
 def test_refuses_rows_longer_than_a_program_holds(device: str) -> None:
-    long = random_arguments(torch.zeros, (1, 1, 1, 2**15 + 1), device)
-    assert best_blocks(**long, backend="torch").shape[3] == 2**15 + 1
-    with pytest.raises(ValueError, match="32769 columns"):
+    long = random_arguments(torch.zeros, (1, 1, 1, 2**16 + 1), device)
+    assert best_blocks(**long, backend="torch").shape[3] == 2**16 + 1
+    with pytest.raises(ValueError, match="65537 columns"):
         best_blocks(**long, backend="triton")

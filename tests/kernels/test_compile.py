@@ -58,28 +58,36 @@ def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     block_size = _block_size(head_size)
     kv_start = starts([8]) if block_size == 128 else None
     mass = _choose(["mass", "mean_mass"], head_size, sm)
-    for softcap, sinks, pool in zip(CAPS, (None, torch.zeros(4, dtype=dtype)), ("max", mass), strict=True):
-        op.launch(q, k, v, sinks, kv_start, block_size, True, 0.1, softcap, pool)
+    of_keys = (block_size, 16)  # equal, and fewer keys than queries
+    for key_block_size, softcap, sinks, pool in zip(
+        of_keys, CAPS, (None, torch.zeros(4, dtype=dtype)), ("max", mass), strict=True
+    ):
+        op.launch(q, k, v, sinks, kv_start, block_size, key_block_size, True, 0.1, softcap, pool)
 
 
 def _block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.block_sparse_attention import backward, forward
 
-    _with_block_map(forward, backward, torch.bool, dtype, head_size, sm)
+    block_size = _block_size(head_size)  # then with other blocks of keys, several in a tile
+    key_blocks = (block_size,), (32 if block_size == 16 else 16,)
+    _with_block_map(forward, backward, torch.bool, dtype, head_size, sm, key_blocks)
 
 
 def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.multiscale_attention import backward, forward
 
-    _with_block_map(forward, backward, torch.uint8, dtype, head_size, sm)
+    _with_block_map(forward, backward, torch.uint8, dtype, head_size, sm, ((), ()))
 
 
-def _with_block_map(forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int) -> None:
+def _with_block_map(
+    forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int, key_blocks: Sequence[tuple[int, ...]]
+) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse, block_size = torch.zeros(1, 4, 200), _block_size(head_size)
-    blocks = torch.ones(1, 2, -(-200 // block_size), -(-200 // block_size), dtype=of_map)
-    options = starts([8]) if block_size == 128 else None, block_size, block_size != 16, 0.1
-    for softcap in CAPS:
+    for softcap, key_block in zip(CAPS, key_blocks, strict=True):
+        row_blocks, col_blocks = (-(-200 // size) for size in (block_size, *(key_block or (block_size,))))
+        blocks = torch.ones(1, 2, row_blocks, col_blocks, dtype=of_map)
+        options = starts([8]) if block_size == 128 else None, block_size, *key_block, block_size != 16, 0.1
         forward.launch(q, k, v, blocks, *options, softcap)
         if _compiles_backward(head_size, sm):
             backward.launch(q, lse, q, k, v, blocks, q, lse, *options, softcap)
@@ -91,10 +99,10 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     block_size, page_size = _block_size(head_size), _choose([256, 64, 16], head_size, sm)
     cache, _ = random_pages(k, v, starts([200]), page_size)
-    row_blocks, col_blocks = (-(-tokens // block_size) for tokens in (200, cache.table.shape[1] * page_size))
+    row_blocks, col_blocks = -(-200 // block_size), -(-cache.table.shape[1] * page_size // 16)
     mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
-    for block_mask, softcap in zip((None, mask), CAPS, strict=True):
-        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, 0.1, softcap)
+    for block_mask, key_block_size, softcap in zip((None, mask), (block_size, 16), CAPS, strict=True):
+        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, key_block_size, 0.1, softcap)
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -148,7 +156,7 @@ def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import best_blocks as op
 
-    for cols in (7, 2048, 32768):
+    for cols in (7, 2048, 65536):
         scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
         op.launch_softmax(scores, visible)
         op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible, math.inf, 0.0, 0.0, 0.0)
@@ -156,15 +164,20 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import gate_scores as op
-    from msattn.kernels.common import block_counts
+    from msattn.kernels.common import block_counts, block_masses
 
     q = torch.zeros(2, 4, 200, head_size, dtype=dtype)
-    usual, other = (4, head_size, None, 64), (2, 24, starts([8, 0]), 128)
-    heads, hidden, kv_start, block = _choose([usual, other], head_size, sm)
+    usual, other = (4, head_size, None, 64, 16), (2, 24, starts([8, 0]), 128, 128)
+    heads, hidden, kv_start, block, key_block = _choose([usual, other], head_size, sm)
     means = (q, 0.5) if heads == 4 or head_size == 256 else (None, 0.0)
     weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
-    pooled_k = torch.zeros(2, 2, -(-200 // block), (2 + (means[0] is not None)) * head_size)
-    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, kv_start, *means, head_size != 16)
+    pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
+    op.launch(
+        q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, head_size != 16, None
+    )
+    columns = torch.zeros(2, heads, -(-200 // key_block))
+    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, False, columns)
+    block_masses.launch(q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm))
     total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
     block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 

@@ -11,14 +11,16 @@ from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
 from tests.kernels.shared import BACKENDS
 
-CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, padding, poolings
-    "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, None, ["avg", "max"], ["avg"]),
-    "gates between both": (8, 1, 2, 40, 40, 16, 8, 16, None, ["min"], ["max", "min", "avg"]),
-    "padding": (2, 2, 2, 70, 70, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
-    "more keys": (2, 1, 2, 37, 90, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
-    "more queries": (2, 1, 2, 90, 37, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, [0, 1000], ["avg"], ["avg"]),
+CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, key block, padding, poolings
+    "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
+    "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, 16, None, ["avg", "max"], ["avg"]),
+    "gates between both": (8, 1, 2, 40, 40, 16, 8, 16, 16, None, ["min"], ["max", "min", "avg"]),
+    "padding": (2, 2, 2, 70, 70, 16, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
+    "more keys": (2, 1, 2, 37, 90, 16, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
+    "more queries": (2, 1, 2, 90, 37, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
+    "fewer keys than queries in a block": (4, 2, 4, 150, 150, 16, 16, 64, 16, None, ["avg"], ["max", "min"]),
+    "fewer keys, padding": (2, 1, 2, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
+    "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, 16, [0, 1000], ["avg"], ["avg"]),
 }
 
 WITHOUT_MEANS = ("one gate per query head", "more queries")
@@ -26,7 +28,7 @@ WITHOUT_MEANS = ("one gate per query head", "more queries")
 
 def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Returns arguments with weights that make rows neither uniform nor one-hot."""
-    heads, kv_heads, gates, queries, keys, size, hidden, block, padding, q_pool, k_pool = CASES[case]
+    heads, kv_heads, gates, queries, keys, size, hidden, block, key_block, padding, q_pool, k_pool = CASES[case]
     q, k, _ = testing.random_qkv(1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device)
     widths = heads // gates * len(q_pool) * size, len(k_pool) * size
     weights = [torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5) for width in widths]
@@ -34,8 +36,8 @@ def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32)
     return {
         "q": q, "k": k, "query_weight": weights[0], "key_weight": weights[1],
         "inv_freq": (100.0 ** -(torch.arange(hidden // 2) / (hidden // 2))).to(device),
-        "q_pool": q_pool, "k_pool": k_pool, "block_size": block, "kv_start": testing.starts(padding, device),
-        **({} if case in WITHOUT_MEANS else means),
+        "q_pool": q_pool, "k_pool": k_pool, "block_size": block, "key_block_size": key_block,
+        "kv_start": testing.starts(padding, device), **({} if case in WITHOUT_MEANS else means),
     }  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def pooled(arguments: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of ``gate_scores``, with pooled keys."""
     a = dict(arguments)
     k, k_pool, k_rope = a.pop("k"), a.pop("k_pool"), a.pop("k_rope", None)
-    of_blocks = {"block_size": a["block_size"], "start": a["kv_start"], "rotated": k_rope}
+    of_blocks = {"block_size": a["key_block_size"], "start": a["kv_start"], "rotated": k_rope}
     return a | {"pooled_k": reference.pool_blocks(k, k_pool, **of_blocks), "num_keys": k.shape[2]}
 
 
@@ -59,7 +61,7 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     Returns ``[Hg, Tr, Tc]``, where blocks are counted from the sequence's first token.
     """
     a = doubled(arguments)
-    block, (gates, hidden, _) = a["block_size"], a["query_weight"].shape
+    block, key_block, (gates, hidden, _) = a["block_size"], a["key_block_size"], a["query_weight"].shape
     start = 0 if a["kv_start"] is None else int(a["kv_start"][b])
     k, offset = a["k"][b, :, start:], a["k"].shape[2] - a["q"].shape[2]
     first, shift = max(start - offset, 0), max(offset - start, 0)
@@ -75,19 +77,19 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
             y = torch.cat([y1 * angle.cos() - y2 * angle.sin(), y2 * angle.cos() + y1 * angle.sin()])
         return y
 
-    rows, cols = (-(-x.shape[1] // block) for x in (q, k))
+    rows, cols = -(-q.shape[1] // block), -(-k.shape[1] // key_block)
     scores = torch.zeros(gates, rows, cols, dtype=torch.float64)
     shared = q.shape[0] // gates
 
     def scores_of_head(h: int) -> None:
         kv_head, ours = h * len(k) // gates, slice(h * shared, (h + 1) * shared)
-        blocks = [slice(c * block, (c + 1) * block) for c in range(cols)]
+        blocks = [slice(c * key_block, (c + 1) * key_block) for c in range(cols)]
         keys = [vector(a["key_weight"][h], [k[kv_head, own]], a["k_pool"], own.start) for own in blocks]
         mean_keys = [k_rope[kv_head, own].mean(0) for own in blocks]
 
         def row(r: int, own: slice) -> Tensor:
             query = vector(a["query_weight"][h], [*q[ours, own]], a["q_pool"], shift + r * block)
-            seen = (min(shift + own.stop, k.shape[1]) - 1) // block + 1
+            seen = (min(shift + own.stop, k.shape[1]) - 1) // key_block + 1
             mean_query = q_rope[ours, own].mean((0, 1))
             logits = torch.stack(keys[:seen]) @ query / hidden**0.5 + means * torch.stack(mean_keys[:seen]) @ mean_query
             return torch.cat([logits.softmax(0).cpu(), torch.zeros(cols - seen, dtype=torch.float64)])
@@ -127,6 +129,20 @@ def test_agrees_with_fp64(case: str, last_queries: bool, backend: Backend, devic
     # Logits reach about 30 and are rounded before the exponential.
     testing.assert_within_budget("scores", got, exact, eager, term=30.0)
     assert torch.equal(got == 0, exact.float() == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
+def test_least_scores_of_columns(case: str, backend: Backend, device: str, poisoned: None) -> None:
+    drawn = random_arguments(case, device)
+    plain, arguments = reference.gate_scores(**pooled(doubled(drawn))), pooled(drawn)
+    columns = 0.5 * torch.rand(plain.shape[:2] + plain.shape[3:], device=device).square()
+    seen = plain > 0  # visible ones have no probability of 0
+    expected = plain.maximum(columns.double()[:, :, None]) * seen
+    expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-30)
+    torch.testing.assert_close(
+        gate_scores(**arguments, columns=columns, backend=backend).double(), expected, rtol=1e-3, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

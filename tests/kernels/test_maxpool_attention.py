@@ -20,7 +20,8 @@ MASSES: tuple[Pool, ...] = ("mass", "mean_mass")
 
 
 def exact_map(probs: torch.Tensor, case: Case, pool: Pool) -> torch.Tensor:
-    sizes = case.batch, case.num_queries, case.num_keys, case.causal, starts(case.padding), case.block_size
+    sizes = case.batch, case.num_queries, case.num_keys, case.causal, starts(case.padding)
+    sizes = (*sizes, case.block_size, case.key_block_size)
     return pool_over_blocks(probs, *block_numbers(*sizes), case.blocks, pool)
 
 
@@ -61,6 +62,23 @@ def test_agrees_with_fp64(
 ) -> None:
     """Each row's probabilities are normalized with the sink, before the maximum over rows."""
     check(CASES[number], backend, device, softcap, with_sinks, pool)
+
+
+RECTANGLES = [  # rows and keys of blocks; two tiles of queries, several of keys, a part of a block at each end
+    Case(1, 4, 2, 150, 200, 16, torch.float16, block_size=64, key_block_size=16),
+    Case(2, 3, 1, 150, 150, 16, torch.float16, padding=(0, 37), block_size=64, key_block_size=32),
+    Case(2, 3, 1, 150, 150, 16, padding=(0, 37), block_size=64, key_block_size=32),
+    Case(1, 2, 2, 70, 150, 24, block_size=32, key_block_size=16),
+    Case(2, 7, 1, 90, 130, 16, torch.float16, causal=False, padding=(5, 100), block_size=64, key_block_size=16),
+    Case(1, 2, 1, 40, 260, 16, torch.float16, block_size=16, key_block_size=64),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pool", get_args(Pool))
+@pytest.mark.parametrize("number", range(len(RECTANGLES)))
+def test_blocks_of_more_queries_than_keys(number: int, pool: Pool, backend: Backend, device: str, poisoned: None) -> None:
+    check(RECTANGLES[number], backend, device, softcap=5.0 if number == 1 else None, with_sinks=number == 3, pool=pool)
 
 
 @settings(max_examples=10, deadline=None)

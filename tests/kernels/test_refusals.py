@@ -30,6 +30,7 @@ ANY: dict[str, list[Any]] = {  # invalid values of arguments that several functi
     "kv_start": [zeros(3, dtype=INT), zeros(1)],
     "kv_len": [zeros(1), zeros(3, dtype=INT)],
     "block_size": [48],
+    "key_block_size": [48],
     "splits": [0],
 }
 BLOCK_MAPS: list[tuple[dict[str, Any], str]] = [
@@ -58,6 +59,7 @@ PAGED: list[tuple[dict[str, Any], str]] = [  # changes of the cache
 ]
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "maxpool_attention": [
+        ({"key_block_size": 48}, "key_block_size=48: expected one of 16, 32, 64, 128"),
         ({"pool": "sum"}, "pool='sum': expected one of max, mass, mean_mass"),
         ({"sinks": zeros(3)}, r"sinks is torch.float32 \(3,\)"),
         ({"sinks": zeros(4, dtype=INT)}, "sinks is torch.int32"),
@@ -243,6 +245,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"start": starts([0, 41])}, "start="),
     ],
     "gate_scores": [
+        ({"columns": zeros(1, 4, 4)}, "columns is"),
+        ({"columns": zeros(1, 4, 5), "last_queries": True}, "columns: expected None with last_queries=True"),
+        ({"key_block_size": 8}, "key_block_size=8: expected one of 16, 32, 64, 128"),
         ({"q_pool": ["mean"]}, "q_pool="),
         ({"query_weight": zeros(3, 16, 16)}, "query_weight.shape="),
         ({"query_weight": zeros(4, 15, 16)}, "query_weight.shape="),

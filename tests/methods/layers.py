@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import testing
+from msattn.trainer.config import BlockSizes
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
 from msattn.trainer.models.tap import LayerInputs
 
@@ -38,5 +39,5 @@ def layer_inputs(
 
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
     """Returns the visible blocks and the diagonal ones among them."""
-    found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), BLOCK, AlwaysRead(0, 0))
+    found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK), AlwaysRead(0, 0))
     return found.visible, found.always

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import BlockSizes, SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
@@ -25,7 +25,7 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
     model, ids, blocks = tiny_model(initializer_range=0.3), random_tokens(3, 40 * BLOCK), 40
     chunks = [{"input_ids": row} for row in ids]
     if scores == "a_shape":
-        scorer: Scorer = measure_spans(model, chunks, BLOCK)
+        scorer: Scorer = measure_spans(model, chunks, BlockSizes(BLOCK, BLOCK))
     else:
         scorer = Selection.from_config(SelectConfig(scores=scores, block_size=BLOCK)).scorer
     table = calibrate_blocks({scores: scorer}, model, chunks, allocation=Allocation())[scores]
@@ -49,7 +49,7 @@ def scores_of_power_law(blocks: int, seed: int) -> Tensor:
 class Drawn:
     """Scores that depend on the number of blocks alone."""
 
-    block_size = BLOCK
+    sizes = BlockSizes(BLOCK, BLOCK)
 
     def __call__(self, x) -> Tensor:
         return scores_of_power_law(x.num_keys // BLOCK, seed=x.num_keys)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import testing
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import BlockSizes, SelectConfig
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, falling, measure_spans
@@ -71,7 +71,7 @@ def slow_profile(x: LayerInputs) -> tuple[Tensor, Tensor]:
 
 def test_spans_are_measured_by_head_and_distance():
     model, ids = tiny_model(initializer_range=0.3), random_tokens(2, 150)
-    shape = measure_spans(model, [{"input_ids": row} for row in ids], BLOCK)
+    shape = measure_spans(model, [{"input_ids": row} for row in ids], BlockSizes(BLOCK, BLOCK))
     sums, counts = torch.zeros(2, 4, 11), torch.zeros(11)
 
     def record(x: LayerInputs) -> Tensor:
@@ -97,7 +97,7 @@ def test_a_profile_falls_with_the_distance():
 def test_a_shape_scores_depend_on_head_and_distance_alone(num_queries, num_keys, padding):
     profile = falling(torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0)))  # shorter than the prompts
     x = layer_inputs(num_queries, num_keys, padding)
-    scores = AShape(BLOCK, profile)(x)
+    scores = AShape(BLOCK, profile=profile)(x)
     visible = geometry(num_queries, num_keys, padding)[0]
     assert scores.shape == (len(x.q), 4, *visible.shape[2:])
     for b, h, r in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -116,7 +116,7 @@ def test_calibrated_spans_follow_the_profiles_of_the_heads():
     model, ids = tiny_model(), random_tokens(2, 640)
     reach = torch.tensor([0.5, 1, 2, 8])[:, None]
     profile = falling(torch.cat([torch.full((4, 1), 0.2), (-torch.arange(40) / reach).exp()], dim=1)).expand(2, -1, -1)
-    shape = AShape(BLOCK, profile)
+    shape = AShape(BLOCK, profile=profile)
     table = calibrate_blocks({"a_shape": shape}, model, [{"input_ids": row} for row in ids], allocation=Allocation(0))[
         "a_shape"
     ]

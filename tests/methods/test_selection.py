@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msattn.kernels import testing
 from msattn.kernels.common import block_counts
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer.config import POLICIES, SCORES, SelectConfig
+from msattn.trainer.config import POLICIES, SCORES, BlockSizes, SelectConfig
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
@@ -234,7 +234,7 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
     read = testing.tokens_of_blocks(mask, x.q.shape[0], 4, num_queries, num_keys, True, x.kv_start, BLOCK)
     real = seen.any(-1).expand(probs.shape[:-1])
     expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
-    recall = attention_recall(select.selected_attention(x, mask, BLOCK).lse, dense_lse)
+    recall = attention_recall(select.selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse)
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -10,7 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.config import GateConfig, SelectConfig
-from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
+from msattn.trainer.methods.blocks import AlwaysRead
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
+from msattn.trainer.methods.policies import TopK
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
@@ -45,6 +48,22 @@ def test_chunked_prefill_reads_the_blocks_of_one_pass(family: str, rope: str, sc
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert stats["dense_fallbacks"] == 0
     assert stats["sparsity"] > 0.79 * once
+
+
+@pytest.mark.parametrize("sizes", [{"block_size": 32, "key_block_size": 16}, {"block_size": 64, "key_block_size": 16}])
+@torch.no_grad()
+def test_chunks_read_the_blocks_of_one_pass_with_fewer_keys_than_queries(sizes: dict[str, int]) -> None:
+    model, ids = tiny_model(), random_tokens(2, 213)
+    gate = Gate.build(model.config, GateConfig(**sizes)).requires_grad_(False)
+    select = Selection(TopK(sparsity=0.6), GateScores(gate, last_block="pooled"), AlwaysRead(0, 0))
+    with attach(model, select=select) as sparse:
+        expected = model(ids).logits
+        once = sparse.stats()["sparsity"]
+    assert once > 0.3
+    with attach(model, select=select) as sparse:
+        found = run_in_passes(model, ids, [64, 64, 85])
+        assert sparse.stats()["dense_fallbacks"] == 0
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from msattn.trainer.config.evaluate import (
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
 from msattn.trainer.config.select import BASELINES, POLICIES, SCORES, SelectConfig
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.train import (
     LOSSES,
     FinetuneTrainConfig,

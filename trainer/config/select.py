@@ -23,6 +23,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
@@ -51,6 +52,8 @@ def _own_key(text: str, **policies: Any) -> Any:
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
+    Blocks may have fewer keys than queries. Sink and local blocks are always counted in blocks of as many keys as queries.
+
     The last keys belong to some policies: null stands for their default, and other policies refuse it. Sink blocks, local
     blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their
     paper.
@@ -66,7 +69,8 @@ class SelectConfig:
         default="gate_question",
     )
     sink_blocks: TokensOrZero | None = key(
-        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1", default=None
+        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1",
+        default=None,
     )
     local_blocks: TokensOrZero | None = key(
         "number of blocks before its own that every row reads; null: as recorded in the gate's artifact, else 1", default=None
@@ -77,6 +81,10 @@ class SelectConfig:
     )
     dense_queries: TokensOrZero = key("number of last tokens of a pass that read every block", default=0)
     block_size: BlockSize = key("tokens per block, for scores other than the gate's", default=64)
+    key_block_size: BlockSize | None = key(
+        "keys per block, if they are fewer than its queries, for scores other than the gate's; null: select.block_size",
+        default=None,
+    )
     seed: Seed = key("seed of random scores", default=0)
     sparsity: Sparsity | None = _own_key(
         "share of the causally visible blocks that is not read; with select=calibrated a mean over rows and heads",
@@ -95,6 +103,7 @@ class SelectConfig:
     )
 
     def __post_init__(self) -> None:
+        _ = self.sizes  # refuses blocks of more keys than queries
         defaults = POLICIES[self.policy]
         for name in OWN_KEYS:
             if name in defaults and getattr(self, name) is None:
@@ -102,6 +111,11 @@ class SelectConfig:
             elif name not in defaults and getattr(self, name) is not None:
                 how = f"; select={self.policy} sets the policy together with its keys"
                 raise UserError(foreign_key(self.policy, name) + how)
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """The queries and keys of a block."""
+        return BlockSizes.configured("select", self.block_size, self.key_block_size)
 
     @property
     def by_gate(self) -> bool:

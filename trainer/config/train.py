@@ -18,6 +18,7 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 
 POOLINGS = ("avg", "max", "min")
@@ -120,6 +121,9 @@ class GateConfig:
         "prefill: gates for blocks of queries; decode: gates for single queries, one for each key/value head", default="prefill"
     )
     block_size: BlockSize = key("tokens per block; a power of two from 16 to 128", default=64)
+    key_block_size: BlockSize | None = key(
+        "prefill: keys per block, if they are fewer than its queries, e.g. 16; null: gate.block_size", default=None
+    )
     q_pool: Pools = key("prefill: poolings of a block's queries, concatenated: avg, max, min", default=["avg"])
     k_pool: Pools = key("poolings of a block's keys, concatenated: avg, max, min", default=["max", "min"])
     hidden: Annotated[Int, Interval(ge=2, le=16384)] | None = key("width of the projections; null: the head size", default=None)
@@ -153,6 +157,11 @@ class GateConfig:
     )
 
     @property
+    def sizes(self) -> BlockSizes:
+        """The queries and keys of a block."""
+        return BlockSizes.configured("gate", self.block_size, self.key_block_size)
+
+    @property
     def cached_pools(self) -> tuple[str, ...]:
         """The poolings of keys that a cache keeps; ``rope`` is the mean after RoPE."""
         return (*self.k_pool, *["rope"] * (self.phase == "prefill" and self.mean_weight != 0))
@@ -167,6 +176,9 @@ class GateConfig:
             require(len(set(pools)) == len(pools), name, pools, f"expected one or more of {', '.join(POOLINGS)}, each once")
         require(self.hidden is None or self.hidden % 2 == 0, "gate.hidden", self.hidden, "expected null or an even number")
         decode = self.phase == "decode"
+        allowed = not decode or self.key_block_size is None
+        require(allowed, "gate.key_block_size", self.key_block_size, "allowed only with gate.phase=prefill")
+        _ = self.sizes  # refuses blocks of more keys than queries
         fits = not decode or self.rope != "model"
         require(fits, "gate.rope", self.rope, "expected true or false with gate.phase=decode")
         allowed = decode or not self.qk_norm

@@ -110,7 +110,7 @@ def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
     if not methods.block_selections:
         return []
     first = methods.block_selections[0]
-    size = first.select.block_size if first.gate is None else first.gate.cfg.block_size
+    sizes = first.select.sizes if first.gate is None else first.gate.cfg.sizes
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
     if first.select.policy == "calibrated":
         always = always._replace(short_rows=SHORT_ROWS)
@@ -121,7 +121,7 @@ def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
             asked.setdefault(length, set()).update(section.sparsities)
     notes = []
     for length, sparsities in sorted(asked.items()):
-        blocks = -(-length // size)
+        blocks = -(-length // sizes.queries)
         most, short = sparsity_in_reach(blocks, always), always.num_short_rows(blocks)
         if beyond := sorted(each for each in sparsities if each > most):
             whole = f", rows of up to {short} blocks all of them" if short else ""
@@ -146,7 +146,7 @@ def _identity(method: ComparedSelection) -> str:
     """Returns what the scores of a method depend on, besides model and text."""
     if method.gate is not None and method.gate.artifact is not None:
         return f"{method.gate.artifact.manifest['content_hash']} {method.select.scores}"
-    return f"{method.select.scores} {method.select.block_size} {method.select.seed}"
+    return f"{method.select.scores} {method.select.sizes} {method.select.seed}"
 
 
 class _Kept:
@@ -168,11 +168,11 @@ class _Kept:
         """Returns the scorer of a method; that of the A shape is measured."""
         if method.method != AShape.method:
             return Selection.from_config(method.select.with_policy("topk"), method.gate).scorer
-        size = method.select.block_size
+        sizes = method.select.sizes
         profile = self.array(
-            "spans of heads", size, lambda: measure_spans(self.model, self.items, size).profile.float().cpu().numpy()
+            "spans of heads", sizes, lambda: measure_spans(self.model, self.items, sizes).profile.float().cpu().numpy()
         )
-        return AShape(size, torch.from_numpy(profile).to(self.model.device))
+        return AShape(*sizes, torch.from_numpy(profile).to(self.model.device))
 
     def tables(
         self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: AlwaysRead

@@ -258,7 +258,7 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
 def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedSelection]:
     gates = [(path, module) for path, module in found if path.kind == "gate"]
     # Baselines select among the same blocks as the gate.
-    size = gates[0][1].cfg.block_size if gates else cfg.select.block_size
+    sizes = (gates[0][1].cfg if gates else cfg.select).sizes.arguments
     methods = []
     for path, gate in gates:
         method = gate.scorer(cfg.select.scores).method.of(source=path.source)
@@ -268,7 +268,7 @@ def _block_selections(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> lis
         if cfg.select.scores != "gate" and not path.source:  # to compare the scores
             methods.append(ComparedSelection(gate.scorer("gate").method, replace(cfg.select, scores="gate"), gate))
     return methods + [
-        ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, block_size=size))
+        ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, **sizes))
         for name in cfg.eval.baselines
     ]
 

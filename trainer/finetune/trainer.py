@@ -97,17 +97,16 @@ class FineTuner(nn.Module):
         x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # under autocast RoPE returns fp32
         with torch.autocast(x.q.device.type, enabled=False):  # the operations have their own precision
             if not torch.is_grad_enabled():  # evaluation
-                return selected_attention(x, self.selection.blocks(x), self.selection.block_size).out
+                return selected_attention(x, self.selection.blocks(x), self.selection.sizes).out
             if x.layer not in self._targets:  # activation checkpointing runs the layer again; it must read the same blocks
                 self._targets[x.layer] = _gate_targets(x, self.gate, self.selection)
-            return selected_attention(x, self._targets[x.layer].selected, self.selection.block_size).out
+            return selected_attention(x, self._targets[x.layer].selected, self.selection.sizes).out
 
 
 def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTargets:
-    size = selection.block_size
     with torch.no_grad():
         pooled = gate.true_map(x).pooled
-    visible = visible_blocks(x, size)
+    visible = visible_blocks(x, selection.sizes)
     # The identity hooks hide these tensors from a checkpoint around the layer, because its recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         loss = gate_loss(gate.logits(x), pooled, visible, gate.cfg)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,6 +101,6 @@ class Scorer(Protocol):
     """
 
     @property
-    def block_size(self) -> int: ...
+    def sizes(self) -> BlockSizes: ...
 
     def __call__(self, x: "LayerInputs") -> "Tensor": ...

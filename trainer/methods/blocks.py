@@ -1,8 +1,8 @@
 """Positions of row and column blocks, and the blocks that are causally visible.
 
 Positions are relative to the start of each sequence, so left padding does not shift blocks. Column block ``c`` holds keys
-``[c * block, (c + 1) * block)``; row blocks are counted from the first query that sees a key. Without padding the leading size
-of masks and positions is 1 instead of ``B``.
+``[c * size, (c + 1) * size)``, where ``size``, the keys of a block, is at most the number of its queries. Row blocks are
+counted from the first query that sees a key. Without padding the leading size of masks and positions is 1 instead of ``B``.
 """
 
 import threading
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.common.block_counts import add_share_left_out
+from msattn.trainer.config.sizes import BlockSizes
 
 if TYPE_CHECKING:
     from msattn.trainer.models.layer_attention import LayerInputs
@@ -40,14 +41,14 @@ def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor 
     return RowSpan(first, last.where(first <= last, -1))
 
 
-def visible_blocks(x: "LayerInputs", block_size: int) -> Tensor:
+def visible_blocks(x: "LayerInputs", sizes: BlockSizes) -> Tensor:
     """Returns the column blocks with a key that some query of the row block may see: bool ``[B | 1, 1, Tr, Tc]``."""
-    rows = row_span(x.num_queries, x.num_keys, block_size, x.kv_start, x.q.device)
-    return _visible(rows, x.num_keys, block_size)
+    rows = row_span(x.num_queries, x.num_keys, sizes.queries, x.kv_start, x.q.device)
+    return _visible(rows, x.num_keys, sizes.keys)
 
 
-def _visible(rows: RowSpan, num_keys: int, block_size: int) -> Tensor:
-    starts = torch.arange(0, num_keys, block_size, device=rows.last.device)
+def _visible(rows: RowSpan, num_keys: int, size: int) -> Tensor:
+    starts = torch.arange(0, num_keys, size, device=rows.last.device)
     return (starts <= rows.last[..., None])[:, None]
 
 
@@ -94,7 +95,10 @@ SHORT_PART = 8  # rows may be short in the first one of this many parts of their
 
 
 class AlwaysRead(NamedTuple):
-    """Numbers of the visible blocks that every row reads in addition to its diagonal ones."""
+    """Numbers of the visible blocks that every row reads in addition to its diagonal ones.
+
+    All of them count blocks of as many keys as a row block has queries, also where blocks of keys are smaller.
+    """
 
     sink_blocks: int = 1  # leading blocks: pretrained models put much of their attention on the first tokens
     local_blocks: int = 1  # blocks before the diagonal ones
@@ -128,13 +132,13 @@ def shared_by_layers() -> Iterator[None]:
         _captured.candidates = None
 
 
-def candidate_blocks(x: "LayerInputs", block_size: int, always: AlwaysRead = SINK_AND_LOCAL) -> Candidates:
+def candidate_blocks(x: "LayerInputs", sizes: BlockSizes, always: AlwaysRead = SINK_AND_LOCAL) -> Candidates:
     """Returns the visible blocks, of which the diagonal ones and those in ``always`` must be read.
 
     Without padding the result depends only on shapes. It is then cached for the other layers, because computing it takes longer
     than the selection.
     """
-    key, device = (x.num_queries, x.num_keys, block_size, always), x.q.device
+    key, device = (x.num_queries, x.num_keys, sizes, always), x.q.device
     if x.kv_start is not None:
         return _candidate_blocks(*key, device, x.kv_start)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # without values until the graph is replayed
@@ -149,27 +153,28 @@ def candidate_blocks(x: "LayerInputs", block_size: int, always: AlwaysRead = SIN
 def _candidate_blocks(
     num_queries: int,
     num_keys: int,
-    block_size: int,
+    sizes: BlockSizes,
     always: AlwaysRead,
     device: torch.device,
     kv_start: Tensor | None = None,
 ) -> Candidates:
     """Computes the result of :func:`candidate_blocks` without a cache.
 
-    Diagonal blocks hold the row block's own tokens: one per row, or two if its queries start inside a column block. Every query
-    sees a key in them.
+    Diagonal blocks hold the row block's own tokens: ``sizes.ratio`` per row, or one more if its queries start inside a column
+    block. Every query sees a key in them.
     """
-    rows = row_span(num_queries, num_keys, block_size, kv_start, device)
-    visible = _visible(rows, num_keys, block_size)
-    ends = torch.arange(block_size, num_keys + block_size, block_size, device=device)
-    required = visible & (ends + always.local_blocks * block_size > rows.first[..., None])[:, None]
-    required[..., : always.sink_blocks] = visible[..., : always.sink_blocks]
+    rows = row_span(num_queries, num_keys, sizes.queries, kv_start, device)
+    visible = _visible(rows, num_keys, sizes.keys)
+    ends = torch.arange(sizes.keys, num_keys + sizes.keys, sizes.keys, device=device)
+    required = visible & (ends + always.local_blocks * sizes.queries > rows.first[..., None])[:, None]
+    sink = slice(always.sink_blocks * sizes.ratio)
+    required[..., sink] = visible[..., sink]
     if always.dense_queries:
         is_dense = rows.last > rows.last.amax(1, keepdim=True) - always.dense_queries
         required |= visible & is_dense[:, None, :, None]
     if always.short_rows:
         seen = visible.sum(-1, keepdim=True)
-        required |= visible & (seen <= always.short_rows) & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
+        required |= visible & (seen <= always.short_rows * sizes.ratio) & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
     return Candidates(visible, required)
 
 
@@ -217,7 +222,7 @@ def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = No
 
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
-    """Returns the share of the visible blocks that are not always read, in a prompt of ``blocks`` blocks."""
+    """Returns the share of the visible keys that are not always read, in a prompt of ``blocks`` row blocks."""
     least, short = 1 + always.sink_blocks + always.local_blocks, always.num_short_rows(blocks)
     read = sum(visible if visible <= short else min(visible, least) for visible in range(1, blocks + 1))
     return 1 - read / (blocks * (blocks + 1) / 2)

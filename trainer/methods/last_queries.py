@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from msattn.kernels.common import block_masses
 from msattn.trainer.methods.blocks import aligned_blocks
 from msattn.trainer.models.layer_attention import LayerInputs
 
@@ -22,6 +23,15 @@ def pattern_mass(x: LayerInputs, last_queries: int, block_size: int) -> tuple[Te
         verticals.append(mass.sum(2))
         slashes.append((mass.gather(3, distance.clamp(min=0).expand_as(mass)) * (distance >= 0)).sum(2))
     return torch.cat(verticals, dim=1), torch.cat(slashes, dim=1)
+
+
+def last_masses(x: LayerInputs, last_queries: int, block_size: int) -> Tensor:
+    """Returns the attention of the last queries to each block of keys, fp32 ``[B, Hq, n, Tc]``; 0 for padded queries."""
+    if x.q.is_cuda:
+        with torch.cuda.device_of(x.q):
+            return block_masses.launch(x.q[:, :, -last_queries:], x.k, x.kv_start, block_size, x.scale, x.softcap)
+    seen = last_attention(x, last_queries, block_size)
+    return torch.cat([mass.unflatten(-1, (-1, block_size)).sum(-1) for mass in seen], dim=1)
 
 
 def last_attention(x: LayerInputs, last_queries: int, block_size: int) -> Iterator[Tensor]:

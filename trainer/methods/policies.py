@@ -97,7 +97,7 @@ class Nucleus(_Policy):
 
 @dataclass(frozen=True)
 class TokenBudget(_Policy):
-    """Selects the best blocks of each row that together hold ``tokens`` keys."""
+    """Selects the best blocks of each row, of ``block_size`` keys each, that together hold ``tokens`` keys."""
 
     name = "token_budget"
     tokens: int

@@ -5,7 +5,7 @@ them into a block mask for ``block_sparse_attention``, or a zoom map for ``multi
 share this interface. Nothing here synchronizes with the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -16,6 +16,8 @@ from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.config.select import SelectConfig
+from msattn.trainer.config.sizes import BlockSizes
+from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
@@ -24,6 +26,7 @@ from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, short
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
+SCORE_BYTES = 2**30  # of block scores in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
 
@@ -47,9 +50,9 @@ class Selection:
     earlier: Policy | Sequence[Policy] | None = None
 
     @property
-    def block_size(self) -> int:
-        """Number of tokens in a block of the scorer."""
-        return self.scorer.block_size
+    def sizes(self) -> BlockSizes:
+        """The queries and keys of a block of the scorer."""
+        return self.scorer.sizes
 
     @property
     def gate(self) -> Any:
@@ -74,26 +77,41 @@ class Selection:
         Gate scores need a ``gate`` (:class:`~msattn.trainer.methods.gate.attn_gate.Gate`); the scores ``a_shape`` need the
         ``scorer`` from ``measure_spans``. In other cases ``scorer`` replaces the one named by ``cfg.scores``. The policy
         ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or those of the gate. Raises UserError if one of these is
-        missing, or if the thresholds were measured with other always-read blocks.
+        missing, or if the thresholds were measured with other always-read blocks, or for the policy ``multiscale`` over blocks
+        of fewer keys than queries.
         """
         scorer = scorer or _scorer(cfg, gate)
+        equal = "expected another policy for blocks of fewer keys than queries"
+        require(cfg.policy != "multiscale" or scorer.sizes.ratio == 1, "select.policy", cfg.policy, equal)
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL
         always = always_read(cfg, recorded)
         if cfg.policy != "calibrated":
-            return cls(_policy(cfg, scorer.block_size), scorer, always)
+            return cls(_policy(cfg, scorer.sizes), scorer, always)
         of_gate = {} if gate is None or not cfg.by_gate else gate.thresholds or {}
         if thresholds is None and cfg.by_gate and gate is not None:
             _check_always(always, recorded)
             thresholds = of_gate.get(cfg.scores)
-        earlier = _calibrated(cfg, always, of_gate["gate"]) if "gate" in of_gate else None
-        return cls(_calibrated(cfg, always, thresholds), scorer, always._replace(short_rows=SHORT_ROWS), earlier)
+        earlier = _calibrated(cfg, always, scorer.sizes, of_gate["gate"]) if "gate" in of_gate else None
+        return cls(_calibrated(cfg, always, scorer.sizes, thresholds), scorer, always._replace(short_rows=SHORT_ROWS), earlier)
 
     def blocks(self, x: LayerInputs) -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
 
         Every row that sees a key reads at least one block.
         """
-        return self.choose(self.scorer(x), x)
+        parts = [self.choose(self.scorer(part), part) for part in self._parts(x)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _parts(self, x: LayerInputs) -> Iterator[LayerInputs]:
+        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``, or those of all heads."""
+        kv_heads, scored = x.k.shape[1], 4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries)
+        scored *= -(-x.num_keys // self.sizes.keys)
+        number = next((n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES), kv_heads)
+        if self.gate is None or number == 1:  # other scores are not computed by head
+            yield x
+            return
+        for first in range(0, kv_heads, kv_heads // number):
+            yield x.of_heads(slice(first, first + kv_heads // number))
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
         """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""
@@ -104,7 +122,7 @@ class Selection:
     def candidates(self, x: LayerInputs) -> Candidates:
         """Returns the blocks to select from."""
         always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
-        return candidate_blocks(x, self.block_size, always)
+        return candidate_blocks(x, self.sizes, always)
 
 
 def _scorer(cfg: SelectConfig, gate: Any) -> Scorer:
@@ -133,29 +151,30 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
             )
 
 
-def _policy(cfg: SelectConfig, block_size: int) -> Policy:
-    values, kind = vars(cfg) | {"block_size": block_size}, BY_NAME[cfg.policy]
+def _policy(cfg: SelectConfig, sizes: BlockSizes) -> Policy:
+    values, kind = vars(cfg) | {"block_size": sizes.keys}, BY_NAME[cfg.policy]
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 
 
-def _calibrated(cfg: SelectConfig, always: AlwaysRead, table: BlockThresholds | None) -> list[Policy]:
+def _calibrated(cfg: SelectConfig, always: AlwaysRead, sizes: BlockSizes, table: BlockThresholds | None) -> list[Policy]:
     assert cfg.sparsity is not None
     if table is None:
         raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
     if cfg.sparsity > table.sparsities[-1]:
         raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table.sparsities[-1]}")
     share = 1 - cfg.sparsity
-    above = shortest_row(cfg.sparsity, always)
+    above = shortest_row(cfg.sparsity, always, sizes)
     found = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
     top_k = TopK(sparsity=cfg.sparsity)
     return [top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found]
 
 
-def selected_attention(x: LayerInputs, selected: Tensor, block_size: int) -> SparseAttention:
+def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
     """Computes the attention of a layer over the selected blocks.
 
     ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``, or uint8 zooms for
     ``multiscale_attention``.
     """
-    operation = block_sparse_attention if selected.dtype == torch.bool else multiscale_attention
-    return with_sinks(x, operation(x.q, x.k, x.v, selected, block_size=block_size, **score_options(x)))
+    if selected.dtype == torch.bool:
+        return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)))
+    return with_sinks(x, multiscale_attention(x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)))

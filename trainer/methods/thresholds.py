@@ -14,7 +14,7 @@ above`` read nothing else (:func:`shortest_row`). The threshold is
 fitted to text for a grid of sparsities. It holds for shorter and for longer prompts, and for the chunks of a prompt: neither it
 nor the scores of a gate depend on later rows.
 
-Rows of up to ``SHORT_ROWS`` blocks in the first eighth of a prompt are read in full, because sparse attention changes
+Rows of up to ``SHORT_ROWS`` row blocks in the first eighth of a prompt are read in full, because sparse attention changes
 predictions most there. This adds 1 % of the blocks in prompts of up to 8192 tokens, less in longer ones.
 
 Gates store thresholds of each of their scores; ``msattn eval`` measures thresholds of the baselines in the same way.
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from msattn.trainer.config.schema import Share
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
 from msattn.trainer.models.families import num_layers
@@ -49,7 +50,7 @@ SPARSITIES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 LOWEST = -30.0  # log2 of the smallest probability that the histogram resolves
 BINS = 1000  # each 0.03 wide in log2
 BANDS_PER_OCTAVE = 2  # rows of about as many visible blocks share a histogram
-SHORT_ROWS = 16  # visible blocks
+SHORT_ROWS = 16  # visible blocks of as many keys as a row block has queries
 MADE_UP_FOR = 1.5
 SHORTEST_FITTED = 1.1  # rows enter the fit from this multiple of ``above``
 PRIOR_FIT = (0.0, -1.0, -0.5)  # log2 of the scale, and the exponents, that the fit tends to where rows have few lengths
@@ -162,7 +163,7 @@ def calibrate_blocks(
 
     def count(x: LayerInputs) -> None:
         for name, scorer in scorers.items():
-            candidates = candidate_blocks(x, scorer.block_size, served)
+            candidates = candidate_blocks(x, scorer.sizes, served)
             scores = scorer(x)[..., :-1, :]  # gates score the last row otherwise
             added = block_histograms(scores, candidates.rows(slice(-1)), allocations[name].floor)
             before = found.get((name, x.layer))
@@ -178,7 +179,7 @@ def calibrate_blocks(
         if pooled:
             total = reduce(_Histograms.plus, filter(None, counts))
             counts = [each and total for each in counts]
-        fits = [fit_thresholds(each, always) for each in counts]
+        fits = [fit_thresholds(each, always, scorers[name].sizes) for each in counts]
         tables[name] = BlockThresholds(floor, list(SPARSITIES), fits)
     return tables
 
@@ -208,7 +209,7 @@ def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _H
     return _Histograms(torch.stack(blocks), rows, logs)
 
 
-def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[float] | None]:
+def fit_thresholds(counts: _Histograms | None, always: AlwaysRead, sizes: BlockSizes) -> list[list[float] | None]:
     """Returns the threshold for each of ``SPARSITIES`` as a list, fitted in logarithms to the thresholds of the bands.
 
     A band's threshold is the largest one that reads enough of its blocks. None means that the always-read blocks are enough in
@@ -226,19 +227,19 @@ def fit_thresholds(counts: _Histograms | None, always: AlwaysRead) -> list[list[
     visible = 2 ** (counts.log_visible / counts.rows.clamp(min=1))
     found: list[list[float] | None] = []
     for sparsity, y, enough in zip(SPARSITIES, logs, needed > read[..., 0], strict=True):
-        above = shortest_row(sparsity, always)
+        above = shortest_row(sparsity, always, sizes)
         used = enough & (counts.rows > 0) & (visible >= SHORTEST_FITTED * above)
         found.append(_regression(visible[used], y[used], counts.rows[used], above) if used.any() else None)
     return found
 
 
-def shortest_row(sparsity: float, always: AlwaysRead) -> float:
-    """Returns the number of visible blocks up to which a row reads nothing but the blocks that are always read.
+def shortest_row(sparsity: float, always: AlwaysRead, sizes: BlockSizes) -> float:
+    """Returns the number of visible blocks of keys up to which a row reads nothing but the blocks that are always read.
 
     In rows of up to ``least / share`` blocks they are more than the row's share. The next rows, half as many, make up for most
     of that, so that prompts of 2048 tokens read what is asked for, too.
     """
-    least = 1 + always.sink_blocks + always.local_blocks
+    least = sizes.ratio * (1 + always.sink_blocks + always.local_blocks)
     return least + MADE_UP_FOR * (least / (1 - sparsity) - least)
 
 

@@ -4,7 +4,8 @@ Attention may have soft-capped scores and attention sinks, which SDPA lacks. Fun
 caller forgets how its scores are modified.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import softcap
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
+from msattn.trainer.config.sizes import BlockSizes
 
-BLOCK = 64
+SIZES = BlockSizes(64, 64)  # of blocks whose sizes do not matter
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class LayerInputs:
     softcap: float | None = None  # limit of the scores, which become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [Hq], a logit of each query head that takes part in the softmax without a value
     prompt_keys: int | None = None  # keys of the cache that the last prompt or earlier passes brought; None: all
+    kv_heads: slice = field(default_factory=partial(slice, None))  # of the layer, if these are only a part of its heads
     ends_prompt: bool = True  # the last token is the last one of a prompt; False in its chunks before
 
     def capped(self, scores: Tensor) -> Tensor:
@@ -58,6 +61,18 @@ class LayerInputs:
         of_batch = {name: getattr(self, name) for name in ("cos", "sin", "positions")}
         one |= {name: x if x is None or len(x) == 1 else x[b : b + 1] for name, x in of_batch.items()}
         return replace(self, **one)
+
+    def of_heads(self, kv_heads: slice) -> "LayerInputs":
+        """Returns the inputs of some of the key/value heads of the layer, and of the query heads that read them."""
+        group = self.q.shape[1] // self.k.shape[1]
+        q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
+        part: dict[str, Any] = {name: getattr(self, name)[:, q_heads] for name in ("q", "q_nope")}
+        part |= {name: getattr(self, name)[:, kv_heads] for name in ("k", "v", "k_nope")}
+        if self.pooled_keys is not None:
+            part["pooled_keys"] = self.pooled_keys[:, kv_heads]
+        if self.sinks is not None:
+            part["sinks"] = self.sinks[q_heads]
+        return replace(self, **part, kv_heads=kv_heads)
 
     @property
     def rotates(self) -> bool:
@@ -83,9 +98,9 @@ def with_sinks(x: LayerInputs, state: SparseAttention) -> SparseAttention:
     return state if x.sinks is None else apply_sinks(state, x.sinks)
 
 
-def block_map(x: LayerInputs, block_size: int = BLOCK, pool: str = "max") -> MaxPoolAttention:
+def block_map(x: LayerInputs, sizes: BlockSizes = SIZES, pool: str = "max") -> MaxPoolAttention:
     """Returns dense attention of a layer and its block map; see :func:`msattn.kernels.maxpool_attention.maxpool_attention`."""
-    options: dict[str, Any] = score_options(x) | {"block_size": block_size, "pool": pool, "sinks": x.sinks}
+    options: dict[str, Any] = score_options(x) | sizes.arguments | {"pool": pool, "sinks": x.sinks}
     return maxpool_attention(x.q, x.k, x.v, **options)
 
 
@@ -93,9 +108,9 @@ def dense_attention(x: LayerInputs) -> Tensor:
     """Computes the attention of a layer over all keys, as the model does, differentiable: ``[B, Hq, N, D]``."""
     if x.softcap is None and x.sinks is None:
         return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
-    rows, cols = (-(-tokens // BLOCK) for tokens in (x.num_queries, x.num_keys))
+    rows, cols = (-(-tokens // SIZES.queries) for tokens in (x.num_queries, x.num_keys))
     every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
-    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=BLOCK, **score_options(x))).out
+    return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, every, block_size=SIZES.queries, **score_options(x))).out
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, kv_start: Tensor | None) -> Tensor:

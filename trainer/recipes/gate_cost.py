@@ -73,7 +73,7 @@ def _variants(cfg: TrainGateConfig, teacher: PreTrainedModel, ids: Tensor) -> It
     """Yields the variants: inference first, while there are no gates in memory."""
     for name, kernel in SDPA_BACKENDS[teacher.device.type].items():
         yield f"forward, {name}", partial(_infer, teacher, ids), kernel
-    yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.block_size).out), None
+    yield MAXPOOL, partial(_infer, teacher, ids, lambda x: block_map(x, cfg.gate.sizes).out), None
     gate = Gate.build(teacher.config, cfg.gate).to(teacher.device)
     optimizer = torch.optim.AdamW(gate.parameters(), lr=cfg.train.lr, fused=True)
     distiller = GateDistiller(gate, teacher)
@@ -98,10 +98,9 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
     losses = []
 
     def attention_with_loss(x: LayerInputs) -> Tensor:
-        size = gate.cfg.block_size
         dense = gate.true_map(x)
         with torch.enable_grad():
-            visible = visible_blocks(x, size)
+            visible = visible_blocks(x, gate.cfg.sizes)
             losses.append(gate_loss(gate.logits(x), dense.pooled, visible, gate.cfg))
         return dense.out
 

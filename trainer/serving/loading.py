@@ -9,6 +9,7 @@ from torch import nn
 
 from msattn.trainer import artifacts
 from msattn.trainer.config.select import ROUTERS
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import one_of, require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import check_finite
@@ -73,7 +74,7 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
     accepted = f"expected a policy, e.g. TopK(0.5), or one for each of {num_layers(config)} layers"
     require(ok, "select.policy", repr(policy), accepted)
-    ok = callable(scorer) and isinstance(getattr(scorer, "block_size", None), int)
+    ok = callable(scorer) and isinstance(getattr(scorer, "sizes", None), BlockSizes)
     require(ok, "select.scorer", repr(scorer), "expected a scorer, e.g. Quest()")
     gate, served = selection.gate, served_layers(config)
     if gate is not None:

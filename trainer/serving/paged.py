@@ -18,7 +18,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
-from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.layer_attention import SIZES, LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
@@ -29,7 +29,6 @@ from msattn.trainer.serving.statistics import Statistics
 
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
 CACHE_SHARE_OF_MEMORY = 0.8  # default share of the free memory: buckets and pooled keys need room next to the cache
-DENSE_BLOCK_SIZE = 64  # for passes without a block mask
 
 
 def check_version(caller: str) -> None:
@@ -59,7 +58,7 @@ class PagedAttention:
         """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt stay together."""
         if (selection := self.dispatch.selection) is None:
             return 1, 2
-        return selection.block_size, max(selection.block_size, selection.always.dense_queries)
+        return selection.sizes.queries, max(selection.sizes.queries, selection.always.dense_queries)
 
     @property
     def managers(self) -> list[Any]:
@@ -188,23 +187,24 @@ class PagedAttention:
 
     def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
-        size, mask = DENSE_BLOCK_SIZE, None
+        sizes, mask = SIZES, None
         most = max(item.queries for item in prompts.items)
         if prompts.sparse:
             selection = self.dispatch.selection
             assert selection is not None
-            size, chosen = selection.block_size, []
+            sizes, chosen = selection.sizes, []
             for item in prompts.items:
                 sequence = self._sequence(x, current, item)
                 chosen.append(selection.blocks(sequence))
                 self.statistics.add_selected(x.layer, chosen[-1], selection.candidates(sequence))
-            mask = _joined(chosen, -(-most // size), -(-prompts.table.shape[1] * current.state.page_size // size))
+            keys = prompts.table.shape[1] * current.state.page_size
+            mask = _joined(chosen, -(-most // sizes.queries), -(-keys // sizes.keys))
         else:
             for item in prompts.items:
                 self.statistics.add_dense(x.layer, self._decided(current.state, item).dense_reason)
         cache = PagedKeys(*current.state.caches[x.layer], prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
-            _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, block_size=size,
+            _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, **sizes.arguments,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 

@@ -142,9 +142,9 @@ class Sparse(NotCopied):
             chosen = selection.blocks(x)
             self.statistics.add_selected(x.layer, chosen, selection.candidates(x))
         with self.statistics.timed("attention"):
-            out, lse = selected_attention(x, chosen, selection.block_size)
+            out, lse = selected_attention(x, chosen, selection.sizes)
         if self.measure_recall:
-            dense = block_map(x, selection.block_size)
+            dense = block_map(x, selection.sizes)
             self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
@@ -168,7 +168,7 @@ class Sparse(NotCopied):
             return x if whole_prompt else None
         try:
             with torch.no_grad(), self.statistics.timed("selection"):
-                pooled = x.cache.pool_keys(gate.cfg.cached_pools, gate.cfg.block_size, x, self.rotation)
+                pooled = x.cache.pool_keys(gate.cfg.cached_pools, gate.cfg.sizes.keys, x, self.rotation)
         except KeysNotKnown:
             return None
         return replace(x, pooled_keys=pooled)

@@ -24,11 +24,12 @@ def draw_maps(maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequen
     figure = Figure(figsize=(8.4, 0.7 + 2.2 * len(maps)), layout="compressed")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(maps), 3, squeeze=False)
-    shown, image = {"norm": LogNorm(SMALLEST_SHARE, 1), "aspect": "equal", "interpolation": "nearest"}, None
+    shown, image = {"norm": LogNorm(SMALLEST_SHARE, 1), "interpolation": "nearest"}, None
     for axes, ((layer, head), pictures) in zip(grid, maps.items(), strict=True):
         for each, blocks in zip(axes, pictures, strict=True):
             each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
-            image = each.imshow(blocks.clamp(min=SMALLEST_SHARE), cmap="viridis", **shown)
+            square = blocks.shape[1] / blocks.shape[0]  # also of blocks of fewer keys than queries
+            image = each.imshow(blocks.clamp(min=SMALLEST_SHARE), cmap="viridis", aspect=square, **shown)
         axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
     for each, title in zip(grid[0], titles, strict=True):
         each.set_title(title, fontsize=9)

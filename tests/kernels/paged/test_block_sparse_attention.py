@@ -30,6 +30,11 @@ class Case(NamedTuple):
     mask_heads: int
     sequences: tuple[tuple[int, int], ...]
     dtype: torch.dtype = torch.float32
+    key_block_size: int | None = None
+
+    @property
+    def key_block(self) -> int:
+        return self.key_block_size or self.block_size
 
     @property
     def new(self) -> list[int]:
@@ -49,7 +54,8 @@ class Problem(NamedTuple):
 
     def options(self, case: Case) -> dict[str, int]:
         """Returns the keyword arguments of the operation."""
-        return {"max_queries": max(1, *case.new), "block_size": case.block_size}
+        key_block = {} if case.key_block_size is None else {"key_block_size": case.key_block_size}
+        return {"max_queries": max(1, *case.new), "block_size": case.block_size, **key_block}
 
 
 def make(case: Case, device: str, seed: int = 0) -> Problem:
@@ -63,7 +69,7 @@ def make(case: Case, device: str, seed: int = 0) -> Problem:
     cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
     cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
     row_blocks = -(-max(1, *case.new) // case.block_size)
-    col_blocks = -(-cache.table.shape[1] * case.page_size // case.block_size)
+    col_blocks = -(-cache.table.shape[1] * case.page_size // case.key_block)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, case.mask_heads, row_blocks, col_blocks, generator=generator) < 0.5
     return Problem(q[0].transpose(0, 1), cache, cu_queries, mask.to(device) if case.mask_heads else None, k, v)
@@ -76,7 +82,7 @@ def keys_seen(case: Case, mask: Tensor | None, b: int, device: str) -> Tensor:
     seen = (j <= cached + i)[None]
     if mask is not None:
         of_head = mask[b].repeat_interleave(case.q_heads // mask.shape[1], 0)
-        seen = seen & of_head[:, i // case.block_size, j // case.block_size]
+        seen = seen & of_head[:, i // case.block_size, j // case.key_block]
     return seen[None]
 
 
@@ -112,6 +118,12 @@ CASES = [
     Case(64, 16, 7, 7, 64, 0, ((111, 1), (63, 63)), HALF),
     Case(256, 64, 2, 1, 256, 2, ((64, 64),), FULL),
     Case(16, 32, 2, 1, 8, 0, ((1, 65), (0, 1)), HALF),
+    Case(16, 64, 4, 1, 64, 4, ((0, 1), (63, 65), (0, 0), (111, 63)), HALF, 16),
+    Case(64, 64, 3, 1, 80, 1, ((64, 65), (1, 111)), HALF, 16),
+    Case(48, 64, 2, 2, 64, 2, ((111, 65),), HALF, 32),
+    Case(256, 16, 7, 1, 64, 7, ((0, 63), (300, 65)), HALF, 64),
+    Case(16, 128, 4, 2, 16, 1, ((63, 111), (0, 65)), FULL, 32),
+    Case(16, 64, 2, 1, 64, 0, ((1, 65), (0, 130)), HALF, 16),
 ]
 
 
@@ -158,6 +170,7 @@ def test_any_lengths(
 def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poisoned: None) -> None:
     chunks = tuple(itertools.product([0, 1, 63, 64, 65, 111], [1, 63, 65, 111]))
     for (q_heads, kv_heads), block_size in itertools.product([(2, 2), (8, 2), (7, 1)], [16, 64, 128]):
+        check(Case(page_size, block_size, q_heads, kv_heads, head_size, q_heads, chunks, dtype, 16), "triton", "cuda")
         for mask_heads in {q_heads, kv_heads, 1, 0}:
             check(Case(page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype), "triton", "cuda")
     for mask_heads, softcap in itertools.product((8, 0), (None, 5.0)):
@@ -171,9 +184,11 @@ def test_compacted_lists(device: str) -> None:
     _, cache, cu_queries, mask, _, _ = make(case, device)
     assert mask is not None
     capacity = cache.table.shape[1] * case.page_size
-    lists, lengths = compact_packed_rows(mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size)
+    lists, lengths = compact_packed_rows(
+        mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size, case.block_size
+    )
     for b, (cached, new) in enumerate(case.sequences):
-        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, True)
+        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, case.block_size, True)
         assert torch.equal(lengths[b], sizes[0])
         for h, r in itertools.product(range(2), range(mask.shape[2])):
             count = sizes[0, h, r, 1]
@@ -182,12 +197,14 @@ def test_compacted_lists(device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_selected_blocks(backend: Backend, device: str) -> None:
-    case = Case(16, 32, 2, 1, 64, 1, ((64, 64),))
+@pytest.mark.parametrize(("block", "dtype"), [(32, FULL), (16, HALF)])
+def test_reads_only_selected_blocks(block: int, dtype: torch.dtype, backend: Backend, device: str) -> None:
+    case = Case(16, 32, 2, 1, 64, 1, ((64, 64),), dtype, block)
     q, cache, cu_queries, _, _, _ = problem = make(case, device)
-    mask = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
-    mask[:, :, :, 0] = mask[:, :, 1, 2] = True
-    mask[:, :, :, 4] = True  # past the end
+    of_32 = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
+    of_32[:, :, :, 0] = of_32[:, :, 1, 2] = True
+    of_32[:, :, :, 4] = True  # past the end
+    mask = of_32.repeat_interleave(32 // block, 3)[..., : -(-cache.table.shape[1] * case.page_size // block)]
     options: dict[str, Any] = {**problem.options(case), "backend": backend}
     want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     for page in cache.table[0, [2, 3, 6, 7]].tolist():  # of the second and the last block

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer.config import LOSSES, SelectConfig
+from msattn.trainer.config import LOSSES, BlockSizes, SelectConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
@@ -180,7 +180,7 @@ def test_precomputed_gradients_equal_autograd(heads, target):
     total = torch.zeros(())
     for x in inputs_of_layers(model, ids):
         pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, pool=target, scale=x.scale).pooled
-        loss = gate_loss(gate.logits(x), pooled, visible_blocks(x, BLOCK), cfg)
+        loss = gate_loss(gate.logits(x), pooled, visible_blocks(x, cfg.sizes), cfg)
         torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
         total = total + loss
     torch.testing.assert_close(outputs["loss"], total)
@@ -231,7 +231,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     chunks = [{"input_ids": row} for row in ids]
     gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
     selection = Selection.from_config(SelectConfig(policy="calibrated", scores="gate", sparsity=sparsity), gate)
-    candidates = candidate_blocks(layer_inputs(40 * BLOCK), BLOCK)
+    candidates = candidate_blocks(layer_inputs(40 * BLOCK), BlockSizes(BLOCK, BLOCK))
     for x in inputs_of_layers(model, ids):
         mask = selection.blocks(x)
         # A prompt of so few blocks reads up to 4 % more; between sparsities of the grid, a threshold is interpolated.

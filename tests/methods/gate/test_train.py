@@ -9,15 +9,16 @@ import torch
 
 import msattn
 from msattn.trainer import artifacts, data, models
-from msattn.trainer.config import GateConfig, ModelConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.config import BlockSizes, GateConfig, ModelConfig, SelectConfig, TrainConfig, TrainGateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, train_gate
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
-from tests.factory import tiny_architecture
+from tests.factory import inputs_of_layers, random_tokens, tiny_architecture
 from tests.jobs import Job
 from tests.running import metrics_lines
 from tests.training.small import small_run, write_words
@@ -96,6 +97,21 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch
     gate.cfg = replace(gate.cfg, mean_weight=MEAN_WEIGHT)
     found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])
     assert metrics["recall/gate@0.5"] != pytest.approx(found["recall/gate@0.5"], rel=1e-4)
+
+
+def test_gates_for_blocks_of_fewer_keys_than_queries(root: Path) -> None:
+    cfg = run_config(root, "granules", gate=GateConfig(block_size=32, key_block_size=16, mean_weight=0.5))
+    gate = Gate.load(train_gate(replace(cfg, data=replace(cfg.data, seq_len=224))))
+    assert gate.cfg.sizes == BlockSizes(32, 16)
+    assert gate.thresholds is not None
+    selection = Selection.from_config(SelectConfig("calibrated", scores="gate", sparsity=0.3), gate)
+    model = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed).model
+    for x in inputs_of_layers(model, random_tokens(1, 224)):
+        chosen = selection.blocks(x)
+        assert chosen.shape == (1, 4, 7, 14)
+        assert 0.5 < chosen.sum() / (4 * selection.candidates(x).visible.sum()) < 1
+    metrics = artifacts.read(work_folder(cfg).parents[1] / "gate", "gate").manifest["metrics"]
+    assert 0 < metrics["recall/gate@0.8"] <= metrics["recall/oracle@0.8"] <= 1
 
 
 def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):

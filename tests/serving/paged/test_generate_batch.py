@@ -13,11 +13,12 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from msattn.kernels.paged import paged_bucket_sizes
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
@@ -90,12 +91,15 @@ def test_reading_every_key_gives_the_tokens_of_dense_generate(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("select", ["gate", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
+@pytest.mark.parametrize("select", ["gate", "fewer keys", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97)
     attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
-    if select != "gate":
+    if select == "fewer keys":
+        gate = Gate.build(model.config, GateConfig(block_size=2 * BLOCK, key_block_size=BLOCK)).requires_grad_(False)
+        attached = {"gate": gate, "select": HALF}
+    elif select != "gate":
         attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK)}
     dense = [alone(model, prompt) for prompt in prompts]
     if select == "vertical_slash":  # its pattern is that of the last queries of a pass, so only whole prompts agree

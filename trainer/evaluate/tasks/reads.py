@@ -63,10 +63,10 @@ def collect(loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: Ev
 
 def _add_maps(maps: BlockMaps, x: LayerInputs, selection: Selection) -> None:
     """Adds the true block map of a layer, the scores of a selection and the blocks that it reads."""
-    size, scores = selection.block_size, selection.scorer(x)
-    visible = visible_blocks(x, size)
+    sizes, scores = selection.sizes, selection.scorer(x)
+    visible = visible_blocks(x, sizes)
     target = "mass" if selection.gate is None else selection.gate.cfg.target
-    maps.add(x.layer, visible, Oracle(size, target)(x), scores, selection.choose(scores, x) > 0)
+    maps.add(x.layer, visible, Oracle(*sizes, target)(x), scores, selection.choose(scores, x) > 0)
 
 
 def _reads_of_newest(x: LayerInputs, routings: list[ComparedRouting], probes: int) -> tuple[float, dict[str, Any]]:

@@ -142,8 +142,8 @@ def block_recalls(
     scores, recalls = None, {}
     for label, selection in selections.items():
         scores = selection.scorer(x) if scores is None else scores
-        chosen, size = selection.choose(scores, x), selection.block_size
-        sparse = selected_attention(x, chosen, size)
+        chosen = selection.choose(scores, x)
+        sparse = selected_attention(x, chosen, selection.sizes)
         recalls[label] = compare(sparse, dense.out, dense.lse, 1 - sparsity(chosen, selection.candidates(x)))
     return recalls
 

@@ -116,7 +116,8 @@ def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedRouting
 def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedSelection:
     """Returns a gate with random weights, which has the cost of a trained one."""
     presets = cfg.model.presets
-    shape = GateConfig(block_size=cfg.select.block_size, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
+    sizes = cfg.select.sizes.arguments
+    shape = GateConfig(**sizes, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # random weights have no thresholds
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
     method = gate.scorer(cfg.select.scores).method.of(RANDOM_WEIGHTS)

@@ -22,7 +22,7 @@ from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import GateConfig
+from msattn.trainer.config import BlockSizes, GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, row_span
@@ -102,13 +102,13 @@ class AttnGate(nn.Module):
         and after a q/k norm. ``inv_freq`` are those of the gate, None in a layer without RoPE; ``kv_start`` int32 ``[B]`` is
         the left padding.
         """
-        num_queries, num_keys, size = q_nope.shape[2], k_nope.shape[2], self.cfg.block_size
+        num_queries, num_keys, sizes = q_nope.shape[2], k_nope.shape[2], self.cfg.sizes
         with torch.no_grad():
             first = first_query(num_queries, num_keys, kv_start, q_nope.device)
-            pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=size, start=first)
+            pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=sizes.queries, start=first)
             pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
-            pooled_k = pool_blocks(k_nope, self.cfg.k_pool, block_size=size, start=kv_start)
-        rows, _ = row_span(num_queries, num_keys, size, kv_start, q_nope.device)
+            pooled_k = pool_blocks(k_nope, self.cfg.k_pool, block_size=sizes.keys, start=kv_start)
+        rows, _ = row_span(num_queries, num_keys, sizes.queries, kv_start, q_nope.device)
         with torch.autocast(q_nope.device.type, enabled=False):
             return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
 
@@ -136,7 +136,7 @@ class AttnGate(nn.Module):
         if self.cfg.rope is not True or inv_freq is None:
             return gate_k
         if positions is None:
-            positions = self.cfg.block_size * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+            positions = self.cfg.sizes.keys * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
         return rope.rotate(gate_k, *rope.cos_sin(inv_freq, positions))
 
 
@@ -231,7 +231,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 
     def true_map(self, x: LayerInputs) -> MaxPoolAttention:
         """Returns dense attention of a layer and the block map that its gates learn."""
-        return block_map(x, self.cfg.block_size, cast(str, self.cfg.target))
+        return block_map(x, self.cfg.sizes, cast(str, self.cfg.target))
 
     def scorer(self, name: str) -> "GateScores":
         """Returns the block scores by these gates that have this name in ``select.scores``."""
@@ -257,33 +257,38 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
 
     @torch.no_grad()
-    def scores(self, x: LayerInputs, *, last_queries: bool = False) -> Tensor:
+    def scores(self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
         RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
-        ``last_queries`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
+        ``last_queries`` and ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
         ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
+        query_weight, key_weight = (
+            each.unflatten(0, (layer.num_kv_heads, -1))[x.kv_heads].flatten(0, 1)
+            for each in (layer.query_weight, layer.key_weight)
+        )
         if pooled is None:
             check_keys(x)
-            pooled = pool_keys(cfg.cached_pools, keys, x.k, block_size=cfg.block_size, start=x.kv_start)
+            pooled = pool_keys(cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start)
         return gate_scores(
             queries,
             pooled,
-            layer.query_weight,
-            layer.key_weight,
+            query_weight,
+            key_weight,
             self._inv_freq(x),
             q_pool=cfg.q_pool,
             num_keys=x.num_keys,
-            block_size=cfg.block_size,
             kv_start=x.kv_start,
             q_rope=x.q if weight else None,
             mean_weight=weight * x.scale,
             last_queries=last_queries,
+            columns=columns,
+            **cfg.sizes.arguments,
         )
 
     def _inputs(self, x: LayerInputs) -> tuple[Tensor, Tensor]:
@@ -312,8 +317,8 @@ class GateScores:
     last_block: str = "queries"
 
     @property
-    def block_size(self) -> int:
-        return self.gate.cfg.block_size
+    def sizes(self) -> BlockSizes:
+        return self.gate.cfg.sizes
 
     def __call__(self, x: LayerInputs) -> Tensor:
         return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)

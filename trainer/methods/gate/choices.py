@@ -37,7 +37,8 @@ CHUNKS = 2  # of each rank
 
 def can_choose(tokens: int, gate: Gate) -> bool:
     """Returns whether chunks of this number of tokens read more blocks than those that are always read."""
-    return tokens > gate.cfg.block_size * shortest_row(SPARSITIES[0], gate.always)
+    sizes = gate.cfg.sizes
+    return tokens > sizes.keys * shortest_row(SPARSITIES[0], gate.always, sizes)
 
 
 def choose_target(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> None:
@@ -45,7 +46,7 @@ def choose_target(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[
 
     ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``.
     """
-    maps = {f"gate.target={target}": Oracle(gate.cfg.block_size, target=target) for target in TARGETS}
+    maps = {f"gate.target={target}": Oracle(*gate.cfg.sizes, target=target) for target in TARGETS}
     gate.cfg = replace(gate.cfg, target=maps[_least_change(maps, teacher, chunks)].target)
 
 
@@ -107,4 +108,4 @@ def _changes(selections: list[list[Selection]], teacher: "PreTrainedModel", ids:
 
 
 def _attend(selection: Selection, x: LayerInputs) -> Tensor:
-    return selected_attention(x, selection.blocks(x), selection.block_size).out
+    return selected_attention(x, selection.blocks(x), selection.sizes).out

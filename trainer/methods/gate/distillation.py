@@ -74,8 +74,8 @@ class GateDistiller(nn.Module):
     The gate is the only registered submodule, so that nothing else is saved and synchronized.
 
     Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. For the shape of Llama-3.1-8B
-    and up to about 256k tokens that is less than the hidden activations of the MLP, so peak memory is that of inference plus
-    the gates.
+    and up to about 256k tokens, 64k with blocks of 16 keys, that is less than the hidden activations of the MLP, so peak memory
+    is that of inference plus the gates.
     """
 
     gate: Any
@@ -112,7 +112,7 @@ class GateDistiller(nn.Module):
         """Returns dense attention, the loss of the layer's gates with a graph to their parameters, and these parameters."""
         cfg = self.gate.cfg
         dense = self.gate.true_map(x)
-        visible = visible_blocks(x, cfg.block_size)
+        visible = visible_blocks(x, cfg.sizes)
         with torch.enable_grad():
             loss = gate_loss(self.gate.logits(x), dense.pooled, visible, cfg)
         return dense.out, loss, list(self.gate.layers[x.layer].parameters())
@@ -168,12 +168,12 @@ def gate_recall(
     recalls = Recalls()
 
     def dense_attention_with_recall(x: LayerInputs) -> Tensor:
-        size = gate.cfg.block_size
+        sizes = gate.cfg.sizes
         dense = gate.true_map(x)
-        candidates = candidate_blocks(x, size, gate.always)
+        candidates = candidate_blocks(x, sizes, gate.always)
 
         def recall(mask: Tensor) -> Tensor:
-            return attention_recall(selected_attention(x, mask, size).lse, dense.lse).mean()
+            return attention_recall(selected_attention(x, mask, sizes).lse, dense.lse).mean()
 
         scores = {"gate": gate.scorer("gate")(x), "oracle": normalize_rows(dense.pooled)}
         recalls.add(scores, candidates, x.layer, recall, maps)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import normalize_rows, row_span, visible_blocks
+from msattn.trainer.methods.blocks import normalize_rows, row_span
 from msattn.trainer.methods.gate.attn_gate import GateScores
-from msattn.trainer.methods.last_queries import last_attention, last_positions
+from msattn.trainer.methods.last_queries import last_masses, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64
@@ -39,23 +39,18 @@ class QuestionScores(GateScores):
 
     @torch.no_grad()
     def __call__(self, x: LayerInputs) -> Tensor:
-        scores = self.gate.scores(x)
         if not x.ends_prompt:
-            return scores
-        seen = last_attention(x, LAST_QUERIES, self.block_size)
-        masses = torch.cat([mass.unflatten(-1, (-1, self.block_size)).sum(-1) for mass in seen], dim=1)
-        shared = masses.shape[1] // scores.shape[1]
-        masses = masses.unflatten(1, (-1, shared)).amax(2)  # [B, Hg, n, Tc]: a gate head serves all of its query heads
-        # In place: at 131,072 tokens the scores of 32 heads are half a GiB.
-        torch.maximum(scores, COLUMNS * normalize_rows(masses.sum(2, keepdim=True)), out=scores)
-        scores *= visible_blocks(x, self.block_size)
-        scores /= scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+            return self.gate.scores(x)
+        masses = last_masses(x, LAST_QUERIES, self.sizes.keys)
+        if self.gate.cfg.heads == "kv":  # a gate head serves all query heads of a group
+            masses = masses.unflatten(1, (x.k.shape[1], -1)).amax(2)  # [B, Hg, n, Tc]
+        scores = self.gate.scores(x, columns=COLUMNS * normalize_rows(masses.sum(2)))
         self._set_exact_rows(x, scores, masses)
         return scores
 
     def _set_exact_rows(self, x: LayerInputs, scores: Tensor, masses: Tensor) -> None:
         """Sets the rows of ``scores`` that hold the last queries, of which ``masses [B, Hg, n, Tc]`` are the attention."""
-        n, size = masses.shape[2], self.block_size
+        n, size = masses.shape[2], self.sizes.queries
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         positions = last_positions(x, n)
         touched = min(scores.shape[2], 1 + -(-(n - 1) // size))

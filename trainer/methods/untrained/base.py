@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from msattn.kernels.common.checks import first_query
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import RowSpan, row_span, visible_blocks
@@ -28,10 +29,17 @@ class UntrainedScorer(ABC):
     Parameters
     ----------
     block_size : number of tokens in a block.
+    key_block_size : number of keys in a block, if they are fewer than its queries; None: ``block_size``.
     """
 
     method: ClassVar[Method]
     block_size: int = 64
+    key_block_size: int | None = None
+
+    @property
+    def sizes(self) -> BlockSizes:
+        """The queries and keys of a block."""
+        return BlockSizes.configured("select", self.block_size, self.key_block_size)
 
     @abstractmethod
     def __call__(self, x: LayerInputs) -> Tensor:
@@ -43,11 +51,11 @@ class UntrainedScorer(ABC):
 
     def visible(self, x: LayerInputs) -> Tensor:
         """Returns the causally visible blocks: bool ``[B | 1, 1, Tr, Tc]``."""
-        return visible_blocks(x, self.block_size)
+        return visible_blocks(x, self.sizes)
 
     def rows(self, x: LayerInputs) -> RowSpan:
         """Returns the positions of the row blocks."""
-        return row_span(x.num_queries, x.num_keys, self.block_size, x.kv_start, x.q.device)
+        return row_span(x.num_queries, x.num_keys, self.sizes.queries, x.kv_start, x.q.device)
 
     def first_query(self, x: LayerInputs) -> Tensor | None:
         """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""

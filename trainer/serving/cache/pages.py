@@ -67,7 +67,7 @@ class PagedState:
                 self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
-                blocks, width = self.page_size // gate.block_size, len(gate.cached_pools) * size
+                blocks, width = self.page_size // gate.sizes.keys, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers}
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
@@ -75,9 +75,9 @@ class PagedState:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, of a cache with a gate."""
+        """Keys of a block, of a cache with a gate."""
         assert self.gate is not None
-        return self.gate.block_size
+        return self.gate.sizes.keys
 
     def release(self) -> None:
         """Releases the cache and all memory."""

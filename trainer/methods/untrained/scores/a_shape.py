@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import normalize_rows
+from msattn.trainer.methods.blocks import normalize_rows, visible_blocks
 from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
@@ -37,8 +38,8 @@ class AShape(UntrainedScorer):
 
     Attributes
     ----------
-    profile : fp32 ``[layers, Hq, 1 + T]``: score of the first block, then of blocks at distance 0, 1, ... before the query's
-        block. It falls with the distance, so that spans are contiguous; beyond T it falls as one over the distance.
+    profile : fp32 ``[layers, Hq, 1 + T]``: score of the first block, then of blocks at distance 0, 1, ... before the row's
+        last one. It falls with the distance, so that spans are contiguous; beyond T it falls as one over the distance.
     """
 
     method: ClassVar = Method("a_shape", "A shape by head", style={"color": "#C0A000", "marker": "<"})
@@ -56,28 +57,28 @@ class AShape(UntrainedScorer):
         return normalize_rows(scores).expand(x.q.shape[0], -1, -1, -1)
 
 
-def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], block_size: int) -> AShape:
+def measure_spans(teacher: "PreTrainedModel", chunks: Sequence[dict[str, Tensor]], sizes: BlockSizes) -> AShape:
     """Returns the A shape whose scores are the means of normalized block maps, of largest probabilities, by head and distance.
 
     ``chunks`` are items ``{"input_ids": int64 [N]}``, from training text and never from test text.
     """
-    blocks = max(-(-len(chunk["input_ids"]) // block_size) for chunk in chunks)
+    blocks = max(-(-len(chunk["input_ids"]) // sizes.keys) for chunk in chunks)
     sums = torch.zeros(num_layers(teacher.config), num_heads(teacher.config), 1 + blocks, device=teacher.device)
     counts = torch.zeros_like(sums)
 
     def dense_attention_with_sums(x: LayerInputs) -> Tensor:
-        dense = block_map(x, block_size)
-        scores = normalize_rows(dense.pooled)[0, :, 1:]  # the only block of the first row says nothing
-        row, column = torch.tril_indices(*scores.shape[1:], offset=1, device=scores.device)
-        place = torch.where(column == 0, 0, 2 + row - column)
-        seen = scores[:, row, column]
+        dense = block_map(x, sizes)
+        visible = visible_blocks(x, sizes)[0, 0, 1:]  # the first row says nothing
+        row, column = visible.nonzero(as_tuple=True)
+        place = torch.where(column == 0, 0, visible.sum(-1)[row] - column)
+        seen = normalize_rows(dense.pooled)[0, :, 1:][:, row, column]
         sums[x.layer].index_add_(1, place, seen)
         counts[x.layer].index_add_(1, place, torch.ones_like(seen))
         return dense.out
 
     with activity("measuring the spans of heads"):
         run_tapped(teacher, dense_attention_with_sums, chunks)
-    return AShape(block_size, falling(sums / counts.clamp(min=1)))
+    return AShape(*sizes, falling(sums / counts.clamp(min=1)))
 
 
 def falling(means: Tensor) -> Tensor:

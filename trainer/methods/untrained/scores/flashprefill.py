@@ -26,12 +26,12 @@ class FlashPrefill(UntrainedScorer):
     method: ClassVar = Method("flashprefill", "FlashPrefill", style={"color": "#0072B2", "marker": "H"})
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        keys = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start).float()
-        queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
+        keys = pool_blocks(x.k, ["avg"], block_size=self.sizes.keys, start=x.kv_start).float()
+        queries = aligned_blocks(x.q, self.first_query(x), self.sizes.queries)  # [B, Hq, Tr, block, D]
         rows = self.rows(x)
-        repeated = torch.arange(self.block_size, device=x.q.device) > (rows.last - rows.first).clamp(min=0)[..., None]
+        repeated = torch.arange(self.sizes.queries, device=x.q.device) > (rows.last - rows.first).clamp(min=0)[..., None]
         logits, begin = [], 0
-        for chunk in row_chunks(queries, self.block_size * keys.shape[2]):
+        for chunk in row_chunks(queries, self.sizes.queries * keys.shape[2]):
             part = slice(begin, begin := begin + chunk.shape[2])
             products = chunk.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 4) @ keys.mT
             products = x.capped(products.view(*chunk.shape[:4], -1) * x.scale)

@@ -34,21 +34,21 @@ class FlexPrefill(UntrainedScorer):
     tau: float = 0.1
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        vertical, slash = pattern_mass(x, self.block_size, self.block_size)
-        true = normalize_rows(vertical.unflatten(-1, (-1, self.block_size)).sum(-1))
+        vertical, slash = pattern_mass(x, *self.sizes)
+        true = normalize_rows(vertical.unflatten(-1, (-1, self.sizes.keys)).sum(-1))
         query_aware = divergence(self.estimate(x), true).sqrt() < self.tau
-        slashes = VerticalSlash(self.block_size).from_mass(x, vertical, slash)
-        return torch.where(query_aware[..., None, None], MeanPool(self.block_size)(x), slashes)
+        slashes = VerticalSlash(*self.sizes).from_mass(x, vertical, slash)
+        return torch.where(query_aware[..., None, None], MeanPool(*self.sizes)(x), slashes)
 
     def estimate(self, x: LayerInputs) -> Tensor:
         """Returns the attention of the mean of the last ``block_size`` queries to the mean keys of blocks: ``[B, Hq, Tc]``."""
-        queries = x.q[:, :, -self.block_size :].float()
-        keys = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start).float()
+        queries = x.q[:, :, -self.sizes.queries :].float()
+        keys = pool_blocks(x.k, ["avg"], block_size=self.sizes.keys, start=x.kv_start).float()
         length = torch.full_like(x.q[:, 0, 0, 0], x.num_keys, dtype=torch.long) - (0 if x.kv_start is None else x.kv_start)
         last = torch.arange(queries.shape[2], 0, -1, device=x.q.device) <= length[:, None]  # the others are padding
         mean = (queries * last[:, None, :, None]).sum(2) / last.sum(1).clamp(min=1)[:, None, None]
         logits = (mean.unflatten(1, (keys.shape[1], -1)) @ keys.mT).flatten(1, 2)
-        starts = torch.arange(keys.shape[2], device=x.q.device) * self.block_size
+        starts = torch.arange(keys.shape[2], device=x.q.device) * self.sizes.keys
         return x.capped(logits * x.scale).masked_fill((starts >= length[:, None])[:, None], -torch.inf).softmax(-1)
 
 

@@ -21,10 +21,10 @@ class MeanPool(UntrainedScorer):
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        mean_q = pool_blocks(x.q, ["avg"], block_size=self.block_size, start=self.first_query(x))
-        mean_k = pool_blocks(x.k, ["avg"], block_size=self.block_size, start=x.kv_start)
+        mean_q = pool_blocks(x.q, ["avg"], block_size=self.sizes.queries, start=self.first_query(x))
+        mean_k = pool_blocks(x.k, ["avg"], block_size=self.sizes.keys, start=x.kv_start)
         mean_q = mean_q.unflatten(1, (x.k.shape[1], -1)).flatten(2, 3)  # one product for all heads of a query group
-        logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, -(-x.num_queries // self.block_size)))
+        logits = (mean_q @ mean_k.transpose(-1, -2)).unflatten(2, (-1, mean_q.shape[2] // (x.q.shape[1] // x.k.shape[1])))
         return block_softmax(x.capped(logits.flatten(1, 2) * x.scale), self.visible(x))
 
 

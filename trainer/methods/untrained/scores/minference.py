@@ -24,7 +24,7 @@ class MInference(VerticalSlash):
     method: ClassVar = Method("minference", "MInference", style={"color": "#A0522D", "marker": "p", "linestyle": "--"})
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        vertical, slash = pattern_mass(x, self.last_queries, self.block_size)
+        vertical, slash = pattern_mass(x, self.last_queries, self.sizes.keys)
         most = vertical.amax(-1, keepdim=True).maximum(slash.amax(-1, keepdim=True))
         vertical[..., :FIRST_COLUMNS] = most
         slash[..., :LAST_DISTANCES] = most

@@ -20,7 +20,7 @@ class Oracle(UntrainedScorer):
     target: Pool = "mass"
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        return normalize_rows(block_map(x, self.block_size, self.target).pooled)
+        return normalize_rows(block_map(x, self.sizes, self.target).pooled)
 
 
 scorer = Oracle

@@ -27,10 +27,10 @@ class Quest(UntrainedScorer):
     method: ClassVar = Method("quest", "Quest bounds", style=STYLE)
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        queries = aligned_blocks(x.q, self.first_query(x), self.block_size)  # [B, Hq, Tr, block, D]
-        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.block_size, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
+        queries = aligned_blocks(x.q, self.first_query(x), self.sizes.queries)  # [B, Hq, Tr, block, D]
+        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.sizes.keys, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
         bounds = bounds.transpose(-1, -2)
-        chunks = row_chunks(queries, self.block_size * (bounds.shape[-1] + bounds.shape[-2]))
+        chunks = row_chunks(queries, self.sizes.queries * (bounds.shape[-1] + bounds.shape[-2]))
         logits = [x.capped(self._largest_bound(rows, bounds) * x.scale) for rows in chunks]
         return block_softmax(torch.cat(logits, dim=2), self.visible(x))
 

@@ -32,22 +32,22 @@ class VerticalSlash(UntrainedScorer):
     last_queries: int = 64
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        return self.from_mass(x, *pattern_mass(x, self.last_queries, self.block_size))
+        return self.from_mass(x, *pattern_mass(x, self.last_queries, self.sizes.keys))
 
     def from_mass(self, x: LayerInputs, vertical: Tensor, slash: Tensor) -> Tensor:
         """Returns the block scores by the mass of verticals and slashes, see :func:`pattern_mass`."""
-        columns = vertical.unflatten(-1, (-1, self.block_size)).amax(-1)[:, :, None]
+        columns = vertical.unflatten(-1, (-1, self.sizes.keys)).amax(-1)[:, :, None]
         return normalize_rows(torch.maximum(columns, self._largest_slash(x, slash)) * self.visible(x))
 
     def _largest_slash(self, x: LayerInputs, slash: Tensor) -> Tensor:
         """Returns the largest mass of the distances between the queries and keys of each block: ``[B, Hq, Tr, Tc]``."""
-        reach = self.block_size - 1  # the distances in a block differ by up to this from that of its first query and key
-        # Entry i is of the distances around i - reach: the first is -reach.
-        largest = F.max_pool1d(F.pad(slash, (2 * reach, reach)), 2 * reach + 1, stride=1)
+        # The distances in a block are up to `less` below and up to `more` above that of its first query and key.
+        more, less = self.sizes.queries - 1, self.sizes.keys - 1
+        largest = F.max_pool1d(F.pad(slash, (more + less, more)), more + less + 1, stride=1)  # entry i: up to distance i
         first = self.rows(x).first
-        columns = torch.arange(0, x.num_keys, self.block_size, device=x.q.device)
+        columns = torch.arange(0, x.num_keys, self.sizes.keys, device=x.q.device)
         # [B | 1, Tr, Tc]; blocks outside the range are not visible.
-        index = (first[..., None] - columns + reach).clamp(0, largest.shape[2] - 1)
+        index = (first[..., None] - columns + more).clamp(0, largest.shape[2] - 1)
         return largest.gather(2, index.flatten(1)[:, None].expand(*slash.shape[:2], -1)).unflatten(2, index.shape[1:])
 
 

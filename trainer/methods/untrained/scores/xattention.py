@@ -22,31 +22,31 @@ class XAttention(UntrainedScorer):
 
     Attributes
     ----------
-    stride : tokens of a tile's side, a divisor of the block size; the paper has 8 and 16.
+    stride : tokens of a tile's side, a divisor of the keys of a block; the paper has 8 and 16.
     """
 
     method: ClassVar = Method("xattention", "XAttention", style={"color": "#CC79A7", "marker": "X"})
     stride: int = 8
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        tiles, heads = self.block_size // self.stride, x.k.shape[1]
-        keys = aligned_blocks(x.k, x.kv_start, self.block_size).unflatten(3, (tiles, self.stride))
+        sizes, heads = self.sizes, x.k.shape[1]
+        keys = aligned_blocks(x.k, x.kv_start, sizes.keys).unflatten(3, (-1, self.stride))
         keys = keys.flatten(4).flatten(2, 3).float()  # [B, Hkv, Tc * tiles, stride * D]
-        queries = aligned_blocks(x.q, self.first_query(x), self.block_size).unflatten(3, (tiles, self.stride))
+        queries = aligned_blocks(x.q, self.first_query(x), sizes.queries).unflatten(3, (-1, self.stride))
         queries = queries.flip(4).flatten(4)  # [B, Hq, Tr, tiles, stride * D]: query s meets key stride - 1 - s
         rows = self.rows(x)
-        first = rows.first[..., None] + torch.arange(0, self.block_size, self.stride, device=x.q.device)  # [B | 1, Tr, tiles]
+        first = rows.first[..., None] + torch.arange(0, sizes.queries, self.stride, device=x.q.device)  # [B | 1, Tr, tiles]
         newest = torch.minimum(first + self.stride - 1, rows.last[..., None])
         filled, starts = first <= rows.last[..., None], torch.arange(keys.shape[2], device=x.q.device) * self.stride
         scores, begin = [], 0
-        for chunk in row_chunks(queries, tiles * keys.shape[2]):
+        for chunk in row_chunks(queries, queries.shape[3] * keys.shape[2]):
             part = slice(begin, begin := begin + chunk.shape[2])
             logits = chunk.float().unflatten(1, (heads, -1)).flatten(2, 4) @ keys.mT
             logits = logits.view(*chunk.shape[:4], -1)  # [B, Hq, rows, tiles, Tc * tiles]
             seen = (starts <= newest[:, part, :, None])[:, None]
             mass = x.capped(logits * (x.scale / self.stride)).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
             mass = mass * filled[:, None, part, :, None]
-            scores.append(mass.sum(3).unflatten(-1, (-1, tiles)).sum(-1))
+            scores.append(mass.sum(3).unflatten(-1, (-1, sizes.keys // self.stride)).sum(-1))
         return normalize_rows(torch.cat(scores, 2) * self.visible(x))
 
 

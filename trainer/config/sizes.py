@@ -1,0 +1,32 @@
+"""The numbers of queries and of keys in a block."""
+
+from typing import Any, NamedTuple
+
+from msattn.trainer.config.values import require
+
+
+class BlockSizes(NamedTuple):
+    """Numbers of queries and of keys in a block; both are powers of two, and the keys divide the queries."""
+
+    queries: int
+    keys: int
+
+    @classmethod
+    def configured(cls, section: str, block_size: int, key_block_size: int | None) -> "BlockSizes":
+        """Returns the sizes of a configuration, equal without a ``key_block_size``; UserError if it is the larger one."""
+        keys = block_size if key_block_size is None else key_block_size
+        require(keys <= block_size, f"{section}.key_block_size", keys, f"expected at most {section}.block_size={block_size}")
+        return cls(block_size, keys)
+
+    @property
+    def ratio(self) -> int:
+        """Number of blocks of keys that hold as many keys as a block has queries."""
+        return self.queries // self.keys
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of operations over blocks."""
+        return {"block_size": self.queries, "key_block_size": self.keys}
+
+    def __str__(self) -> str:
+        return f"{self.queries} x {self.keys}"
