@@ -16,7 +16,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.serving.engines.http.answers import ApiError
@@ -57,9 +56,17 @@ def _as_list(stop: Any) -> Any:
     return [] if stop is None else [stop] if isinstance(stop, str) else stop
 
 
+class NotAccepted(ValueError):
+    """The reason why a parameter is not accepted, with a code for programs."""
+
+    def __init__(self, reason: str, code: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 def _no_value(given: Any) -> Any:
     if given not in (None, "", [], {}):
-        raise PydanticCustomError("extra_forbidden", "not supported")
+        raise NotAccepted("this parameter is not supported; leave it out", "unsupported_parameter")
     return given
 
 
@@ -93,7 +100,7 @@ class Message(Strict):
     @classmethod
     def _only_assistants_may_be_silent(cls, content: list[TextPart] | None, info: ValidationInfo) -> list[TextPart]:
         if content is None and info.data.get("role") != "assistant":
-            raise PydanticCustomError("missing", "Field required")
+            raise NotAccepted("this parameter is missing", "missing_parameter")
         return content or []
 
     def plain(self) -> dict[str, str]:
@@ -255,12 +262,11 @@ def _named(error: ValidationError) -> ApiError:
     """Returns the error for the first parameter that is not accepted."""
     first = error.errors(include_url=False)[0]
     where = shown(".".join(map(str, first["loc"]))) or None
-    if first["type"] == "extra_forbidden":
-        message, code = f"{where}: this parameter is not supported; leave it out", "unsupported_parameter"
-    elif first["type"] == "missing":
+    if first["type"] == "missing":
         message, code = f"{where}: this parameter is missing", "missing_parameter"
     else:
         value = f"={json.dumps(first['input'])}" if isinstance(first["input"], bool | int | float | None) else ""
         reason = first["msg"].removeprefix("Value error, ")
-        message, code = f"{shown((where or 'the body') + value)}: {reason[0].lower()}{reason[1:]}", None
+        message = f"{shown((where or 'the body') + value)}: {reason[0].lower()}{reason[1:]}"
+        code = getattr(first.get("ctx", {}).get("error"), "code", None)
     return ApiError(400, message, param=where, code=code)

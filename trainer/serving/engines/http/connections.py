@@ -10,7 +10,6 @@ import time
 from functools import partial
 from typing import Any, cast
 
-import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,7 +40,7 @@ class Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+        if not self.idle and not self.cycle.more_body and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
