@@ -75,7 +75,7 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         try:
             (folder,) = launch(command, [*arguments[command], *resume])
         except KeyboardInterrupt as stop:
-            raise type(stop)(f"{stop or 'stopped'}; the same command with resume=true continues the demo") from stop
+            raise type(stop)(f"{str(stop) or 'stopped'}; the same command with resume=true continues the demo") from stop
         resume = []  # one step was interrupted, the others begin
         done.folders[command] = str(folder)
         _write_finished(path, done)
