@@ -29,7 +29,7 @@ STEPS = {  # commands and what they do
     "eval": "Compares them with the shipped gate, which was trained longer, and with methods that need no training.",
 }
 # Duration of each step on a CPU, in dense passes of the model over a chunk. Both slow down on a busy machine.
-PASSES = {"train-gate": 220, "fit-kmeans": 10, "train-qmodel": 60, "eval": 220}
+PASSES = {"train-gate": 220, "fit-kmeans": 10, "train-qmodel": 60, "eval": 170}
 WITHOUT_EFFECT = ("outputs", "name", "device", "resume", "seed", "tracker")  # overrides that leave the durations as they are
 
 
