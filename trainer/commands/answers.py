@@ -42,7 +42,7 @@ def find_served(cfg: AnswerConfig) -> Served:
     router = chosen[kind] if kind else None
     if kind != "qmodel" and router in ROUTERS:
         router = f"./{router}"  # artifacts.qmodel alone takes names
-    options = {
+    options: dict[str, Any] = {
         "gate": gate and Gate.load(gate),
         "select": cfg.select if gate or not cfg.select.by_gate else None,
         "qmodel": router and load_router(router, model.config),

@@ -29,7 +29,7 @@ STEPS = {  # commands and what they do
     "eval": "Compares them with the shipped gate, which was trained longer, and with methods that need no training.",
 }
 # Duration of each step on a CPU, in dense passes of the model over a chunk. Both slow down on a busy machine.
-PASSES = {"train-gate": 300, "fit-kmeans": 30, "train-qmodel": 150, "eval": 600}
+PASSES = {"train-gate": 220, "fit-kmeans": 10, "train-qmodel": 60, "eval": 170}
 WITHOUT_EFFECT = ("outputs", "name", "device", "resume", "seed", "tracker")  # overrides that leave the durations as they are
 
 
@@ -75,7 +75,7 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         try:
             (folder,) = launch(command, [*arguments[command], *resume])
         except KeyboardInterrupt as stop:
-            raise type(stop)(f"{stop or 'stopped'}; the same command with resume=true continues the demo") from stop
+            raise type(stop)(f"{str(stop) or 'stopped'}; the same command with resume=true continues the demo") from stop
         resume = []  # one step was interrupted, the others begin
         done.folders[command] = str(folder)
         _write_finished(path, done)

@@ -239,7 +239,7 @@ def test_only_pretrained_models_need_text(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"^eval\.latency\.lengths=1536: expected at most \d+, the tokens of the held-out text$"
     ):
-        evaluate(cfg)
+        latency.prepare(cfg, loaded)
     missing = timed_config(tmp_path, data=DataConfig("text", "no such folder"))
     assert not reads_data(missing)
     assert latency.prepare(missing, loaded).shape == (1, 240)
