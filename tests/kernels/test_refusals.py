@@ -394,7 +394,7 @@ def test_interpreted_kernels_refuse_bfloat16(name: str) -> None:
     if cache := given.get("cache"):
         given["cache"] = PagedKeys(*map(half, cache))
     with pytest.raises(
-        ValueError, match=r"dtype=torch.bfloat16: Triton's interpreter .* float32 or float16, or backend='torch'"
+        ValueError, match=r"dtype=torch.bfloat16: Triton's interpreter .* use float32, float16 or backend='torch'"
     ):
         function(**given, backend="triton")
     function(**given, backend="torch")
