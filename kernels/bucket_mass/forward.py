@@ -309,7 +309,8 @@ def _mass_kernel(
     if split == 0:
         tl.store(references_ptr + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
     base = tl.where(best == float("-inf"), 0.0, tl.max(m, 1))[:, None]
-    lse = base - reference + tl.log2(tl.sum(l * tl.exp2(m - base), 1))[:, None]  # log2 of 0 is -inf
+    total = tl.sum(l * tl.exp2(m - base), 1)[:, None]
+    lse = tl.where(total != 0, base - reference + tl.log2(tl.where(total != 0, total, 1.0)), float("-inf"))
     tl.store(part_lse_ptr + part[:, None], lse, mask=m_row[:, None])
     tl.store(part_score_ptr + part, best, mask=m_row)
     tl.store(part_place_ptr + part, tl.max(place, 1), mask=m_row)

@@ -46,6 +46,7 @@ def load_query_rows(
     row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     row_delta -= tl.load(dlse_ptr + head * num_queries + first_query + t, mask=t < queries, other=0.0)
     row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the gradient of an LSE of -inf may be any number, also NaN
+    lse2 = tl.where(row_delta == row_delta, lse2, float("nan"))  # so that P is NaN wherever dS is
     stats_ptr += head * 2 * stride_stats + t
     tl.store(stats_ptr, lse2, mask=t < num_queries)
     tl.store(stats_ptr + stride_stats, row_delta, mask=t < num_queries)

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import msattn
 from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.types import Backend
 from tests.kernels import arguments
+from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
+from tests.kernels.problems import Case
 from tests.kernels.shared import BACKENDS, assert_same
 from tests.kernels.test_operators import FUNCTIONS
 
@@ -112,3 +115,58 @@ def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backe
     clean = results(function, given, backend)
     UNREAD[operation](given).fill_(torch.nan)
     assert_same(results(function, given, backend), clean)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", [BLOCK_SPARSE, MULTISCALE], ids=["block_sparse", "multiscale"])
+def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend: Backend, steady_device: str) -> None:
+    """A query is NaN, then its incoming gradient, then a key. Gradients of what NaN rows read are NaN."""
+    case = Case(1, 2, 1, 70, 170, 16, block_size=16)
+    blocks = operation.draw(1, 2, (5, 11), 0.5, steady_device)
+    read = zoom_of_tokens(blocks, case, steady_device)[0] != 0  # [Hq, N, M]
+    inputs = dict(zip(("q", "k", "v"), case.qkv(steady_device), strict=True))
+    inputs["dout"] = torch.randn(1, 2, 70, 16, device=steady_device)
+
+    def run(name: str = "", place: int = 0) -> Any:
+        given = {key: x.detach().clone() for key, x in inputs.items()}
+        if name:
+            given[name][0, 0, place] = torch.nan
+        dout = given.pop("dout")
+        leaves = [x.requires_grad_() for x in given.values()]
+        got = operation.attend(*leaves, blocks, block_size=16, backend=backend)
+        return gradients(got, leaves, dout, torch.zeros_like(dout[..., 0]))
+
+    clean = run()
+    own = read[0, 40]
+    row_block = read[0, 32:48].any(0).view(-1)
+    assert own.any() and not row_block.all()
+    for name in ("q", "dout"):
+        of_row = run(name, 40)
+        for got, want in ((of_row.dk, clean.dk), (of_row.dv, clean.dv)):
+            assert got[0, 0, own].isnan().all()
+            assert_same(got[0, 0, ~row_block], want[0, 0, ~row_block])
+        assert of_row.dq[0, 0, 40].isnan().all()
+        assert_same(of_row.dq[0, 0, :32], clean.dq[0, 0, :32])
+
+    of_key = run("k", 50)
+    rows = read[:, :, 50]
+    reads_block = read[:, :, 48:64].any(2)
+    assert rows.any() and not reads_block.all()
+    assert of_key.dq[0, rows].isnan().all()
+    assert_same(of_key.dq[0, ~reads_block], clean.dq[0, ~reads_block])
+    touched = read[reads_block].any(0)
+    assert of_key.dk[0, 0, read[rows].any(0)].isnan().all()
+    assert_same(of_key.dk[0, 0, ~touched], clean.dk[0, 0, ~touched])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> None:
+    given = arguments.best_blocks(steady_device) | {"threshold": torch.inf, "backend": backend}
+    given["scores"][:, :, :, 2] = torch.nan
+    given["scores"][:, :, 1, 1] = -torch.nan
+    mask = msattn.best_blocks(**given)
+    wanted = torch.maximum(given["counts"][..., 0], given["always"].sum(-1)).minimum(given["visible"].sum(-1))
+    assert torch.equal(mask.sum(-1), wanted.expand(mask.shape[:3]).long())
+    enough = given["counts"][..., 0] > given["always"].sum(-1) + 1
+    assert (mask[..., 2] | ~enough).all()
