@@ -203,7 +203,8 @@ def _block_softmax_kernel(
     m = tl.max(s, 0)
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m))  # -inf - -inf is NaN
     l = tl.sum(p, 0)
-    tl.store(probabilities_ptr + pid * cols + c, p / tl.where(l > 0, l, 1.0), mask=c < cols)
+    p = tl.where(visible, p / tl.where(l != 0, l, 1.0), 0.0)
+    tl.store(probabilities_ptr + pid * cols + c, p, mask=c < cols)
 
 
 @triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold", "exponent", "edge_exponent", "above"])
@@ -263,6 +264,6 @@ def _load_mask(visible, c, cols):
 
 @triton.jit
 def _ordered_bits(score):
-    """Maps finite fp32 to int32 in the same order, between LOWEST and HIGHEST."""
+    """Maps fp32 to int32 in the same order, between LOWEST and HIGHEST; NaN is the largest."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGHEST - 1)

@@ -333,7 +333,7 @@ def _map_kernel(
         for start in tl.range(0, last, COLS):  # type: ignore[misc]
             _c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
             total += tl.sum(p, 1)
-        inverse_total = 1.0 / tl.where(total > 0, total, 1.0)
+        inverse_total = 1.0 / tl.where(total != 0, total, 1.0)
     for start in tl.range(0, last, COLS):  # type: ignore[misc]
         c, p = _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, rows, cols, COLS)
         if columns_ptr is not None:
@@ -345,7 +345,8 @@ def _map_kernel(
                     HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
                 )  # fmt: skip
                 largest = tl.max(tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None], 0)
-                p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :]), p)
+                p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :], tl.PropagateNan.ALL), p)
+        p = tl.where(c < end[:, None], p, 0.0)  # also in rows that are NaN
         tl.store(scores_ptr + c, p, mask=(r < rows)[:, None] & (c < cols))
     for start in tl.range(tl.cdiv(last, COLS) * COLS, cols, COLS):  # type: ignore[misc]
         c = start + tl.arange(0, COLS)[None, :]
@@ -360,7 +361,7 @@ def _probabilities(scores_ptr, columns_ptr, r, start, end, base, inverse_sum, ro
     p = tl.exp2(s - base[:, None]) * inverse_sum[:, None]
     if columns_ptr is not None:
         least = tl.load(columns_ptr + c, mask=c < cols, other=0.0)
-        p = tl.where(c < end[:, None], tl.maximum(p, least), 0.0)
+        p = tl.where(c < end[:, None], tl.maximum(p, least, tl.PropagateNan.ALL), 0.0)
     return c, p
 
 
@@ -387,7 +388,7 @@ def _row_statistics(
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         l = l * tl.exp2(m - base) + tl.sum(tl.exp2(s - base[:, None]), 1)
         m = m_new
-    return tl.where(m == float("-inf"), 0.0, m), 1.0 / tl.where(l > 0, l, 1.0)
+    return tl.where(m == float("-inf"), 0.0, m), 1.0 / tl.where(l != 0, l, 1.0)
 
 
 @triton.jit

@@ -254,8 +254,8 @@ def _maxpool_attention_kernel(
 
         tl.debug_barrier()  # all strips are stored before they are read
         map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, t0 // BLOCK, row_blocks, col_blocks, strips, scale2,
-                         BM, BN, BLOCK, KEY_BLOCK, W, POOL)  # fmt: skip
+        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, delta, t0 // BLOCK, row_blocks, col_blocks, strips, scale2,
+                         BM, BN, BLOCK, KEY_BLOCK, W, POOL, CAUSAL)  # fmt: skip
         tl.debug_barrier()  # all strips are read before the next tile overwrites them
         tile = tl.atomic_add(next_tile_ptr, 1)
 
@@ -289,13 +289,15 @@ def _row_sum(sums, STRIPS: tl.constexpr):
 
 @triton.jit
 def _store_block_map(
-    map_ptr, scratch_ptr, lse2, last, queries, first_row_block, row_blocks, col_blocks, strips, scale2,
+    map_ptr, scratch_ptr, lse2, last, queries, delta, first_row_block, row_blocks, col_blocks, strips, scale2,
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``."""
+    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN, where it sees keys, for row blocks with a NaN row."""
     BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
     STRIPS: tl.constexpr = KEY_BLOCK // W  # strips of a block
-    lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)  # probabilities of a row without visible keys are 0
+    nan = tl.sum(tl.reshape(tl.where(lse2 == lse2, 0.0, lse2), [BM // BLOCK, BLOCK]), 1)  # 0 or NaN, which maxima ignore
+    lse2 = tl.where(lse2 > float("-inf"), lse2, float("inf"))  # probabilities of a row without visible keys are 0
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
@@ -316,5 +318,9 @@ def _store_block_map(
             else:
                 pooled = tl.sum(mass, 2) / tl.minimum(tl.maximum(queries - r * BLOCK, 1), BLOCK)[None, :]
         c = c0 + tl.arange(0, BLOCKS)
+        seen = (c * KEY_BLOCK < last)[:, None]
+        if CAUSAL:
+            seen = seen & ((c * KEY_BLOCK)[:, None] < ((r + 1) * BLOCK + delta)[None, :])
+        pooled += tl.where(seen, nan[None, :], 0.0)
         inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]
         tl.store(map_ptr + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)

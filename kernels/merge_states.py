@@ -99,7 +99,7 @@ def _merge_states_kernel(
         m = m_new
         outs_ptr += stride_os
         lses_ptr += stride_ls
-    seen = l > 0
+    seen = l != 0
     l = tl.where(seen, l, 1.0)
     acc = acc / l[:, None]  # 0 where all parts are empty
     out_ptr += row[:, None] * HEAD + d[None, :]

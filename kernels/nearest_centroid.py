@@ -186,6 +186,7 @@ def _nearest_kernel(
         better = s_max > best
         best = tl.where(better, s_max, best)
         bucket = tl.where(better, first + s_top, bucket)
+    best = tl.where(best == float("-inf"), float("nan"), best)  # of a NaN key, whose products are all NaN
     o_row = (batch * tl.num_programs(1) + head) * num_keys + row
     tl.store(buckets_ptr + o_row, bucket, mask=m_row)
     tl.store(products_ptr + o_row, best, mask=m_row)

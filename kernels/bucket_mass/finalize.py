@@ -111,7 +111,7 @@ def normalize_kernel(
         base = tl.where(m_new == float("-inf"), 0.0, m_new)
         l = l * tl.exp2(m - base) + tl.exp2(b_lse - base)
         m = m_new
-    seen = l > 0.0
+    seen = l != 0.0
     base = tl.where(seen, m + tl.log2(tl.where(seen, l, 1.0)), 0.0)
     if tl.program_id(1) == 0:
         b_lse = base + tl.load(references_ptr + kv_row * rows + row, mask=m_row, other=0.0)

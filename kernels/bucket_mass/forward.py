@@ -245,6 +245,7 @@ def _mass_kernel(
     sample = tl.max(tl.dot(b_q, load_tile(keys_desc, batch, kv_head, 0, BN, BD).T, input_precision=PRECISION), 1)
     if limit is not None:
         sample = cap_scores(sample, limit)
+    sample = tl.where(tl.abs(sample) < float("inf"), sample, 0.0)  # a row may not see these keys
     reference = tl.floor(sample * scale2)[:, None]  # the same for all splits
     all_sums_ptr = sums_ptr + kv_row * (num_buckets + num_splits * SEGMENTS) * rows
     row_in_layout = _accumulator_order(row[:, None, None], ROW_WARPS)  # [1, BM, 1]
@@ -308,8 +309,9 @@ def _mass_kernel(
     if split == 0:
         tl.store(references_ptr + kv_row * rows + row[:, None], reference, mask=m_row[:, None])
     base = tl.where(best == float("-inf"), 0.0, tl.max(m, 1))[:, None]
-    lse = base - reference + tl.log2(tl.sum(l * tl.exp2(m - base), 1))[:, None]
-    tl.store(part_lse_ptr + part[:, None], tl.where(best[:, None] == float("-inf"), float("-inf"), lse), mask=m_row[:, None])
+    total = tl.sum(l * tl.exp2(m - base), 1)[:, None]
+    lse = tl.where(total != 0, base - reference + tl.log2(tl.where(total != 0, total, 1.0)), float("-inf"))
+    tl.store(part_lse_ptr + part[:, None], lse, mask=m_row[:, None])
     tl.store(part_score_ptr + part, best, mask=m_row)
     tl.store(part_place_ptr + part, tl.max(place, 1), mask=m_row)
 

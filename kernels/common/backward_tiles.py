@@ -46,6 +46,7 @@ def load_query_rows(
     row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     row_delta -= tl.load(dlse_ptr + head * num_queries + first_query + t, mask=t < queries, other=0.0)
     row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the gradient of an LSE of -inf may be any number, also NaN
+    lse2 = tl.where(row_delta == row_delta, lse2, float("nan"))  # so that P is NaN wherever dS is
     stats_ptr += head * 2 * stride_stats + t
     tl.store(stats_ptr, lse2, mask=t < num_queries)
     tl.store(stats_ptr + stride_stats, row_delta, mask=t < num_queries)
@@ -78,7 +79,8 @@ def dkv_step(
     """Accumulates the contribution of BM queries to dK and dV of a key tile.
 
     The queries are those of head h from t0 on. ``limit``, if any, caps the unscaled scores, to which ``bias [BN]``, if any, is
-    added. Scores are computed transposed, [BN, BM], so that P^T and dS^T enter their products from registers.
+    added; -inf hides a key, also from rows that are NaN. Scores are computed transposed, [BN, BM], so that P^T and dS^T enter
+    their products from registers.
     """
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
@@ -95,6 +97,9 @@ def dkv_step(
     ds = p * (dp - _load_row_stat(stats_desc, b, h, 1, t0, BM))
     if slope is not None:
         ds *= slope
+    if bias is not None:
+        read = (bias > float("-inf"))[:, None]
+        p, ds = tl.where(read, p, 0.0), tl.where(read, ds, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 

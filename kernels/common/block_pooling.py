@@ -66,22 +66,22 @@ def _pool_blocks_kernel(
     smallest = tl.full([COLS], float("inf"), tl.float32)
     for row in tl.static_range(0, BLOCK, ROWS):
         i, x = _load_rows(x_ptr, first + row, end, d, stride_n, HEAD, ROWS)
-        if AVG is not None:
-            total += tl.sum(tl.where((i < end)[:, None], x, 0.0), 0)
+        total += tl.sum(tl.where((i < end)[:, None], x, 0.0), 0)
         if MAX is not None:
             largest = tl.maximum(largest, tl.max(x, 0))
         if MIN is not None:
             smallest = tl.minimum(smallest, tl.min(x, 0))
 
     count = end - first
+    is_number = (count > 0) & (total == total)  # maxima and minima ignore NaN; without tokens, the total is 0
     WIDTH: tl.constexpr = (NUM_POOLINGS + (rotated_ptr is not None)) * HEAD
     pooled_ptr += ((b.to(tl.int64) * heads + h) * blocks + t) * WIDTH + d
     if AVG is not None:
         tl.store(pooled_ptr + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
     if MAX is not None:
-        tl.store(pooled_ptr + MAX * HEAD, tl.where(count > 0, largest, 0.0), mask=d < HEAD)
+        tl.store(pooled_ptr + MAX * HEAD, tl.where(is_number, largest, total), mask=d < HEAD)
     if MIN is not None:
-        tl.store(pooled_ptr + MIN * HEAD, tl.where(count > 0, smallest, 0.0), mask=d < HEAD)
+        tl.store(pooled_ptr + MIN * HEAD, tl.where(is_number, smallest, total), mask=d < HEAD)
     if rotated_ptr is not None:
         rotated_ptr += b.to(tl.int64) * stride_rb + h.to(tl.int64) * stride_rh + d * stride_rd
         total = tl.zeros([COLS], tl.float32)

@@ -26,7 +26,8 @@ HAS_TRITON = find_spec("triton") is not None
 def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
     """Returns the backend for ``q``, an argument called ``name``: the given one, else Triton on CUDA, torch on CPU.
 
-    Refuses Triton where it is not installed, for fp64, and for a tensor on the CPU without the interpreter.
+    Refuses Triton where it is not installed, for fp64, for a tensor on the CPU without the interpreter, and for bf16 with it,
+    since the interpreter multiplies the bits of bf16 numbers as integers.
     """
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend={backend!r}: expected 'triton', 'torch' or None")
@@ -41,6 +42,10 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
             )
         if q.is_floating_point() and q.dtype not in FLOATS:
             raise ValueError(f"{name}.dtype={q.dtype}: the Triton kernels accept float32, float16 and bfloat16")
+        if not q.is_cuda and q.dtype == torch.bfloat16:
+            raise ValueError(
+                f"{name}.dtype={q.dtype}: Triton's interpreter computes it wrongly, use float32, float16 or backend='torch'"
+            )
     return chosen
 
 

@@ -231,7 +231,7 @@ def _split_dense_decode_kernel(
         tl.store(part_max_ptr + part, m, mask=row < rows)
     if STEP != "max":
         if SINGLE:  # part_sum and part_out are lse and out
-            l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
+            l = tl.where(l != 0, l, 1.0)  # l and acc are 0 where no key is visible
             acc = acc / l[:, None]
             l = (m + tl.log2(l)) * LN_2
         tl.store(part_sum_ptr + part, l, mask=row < rows)

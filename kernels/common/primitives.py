@@ -208,9 +208,9 @@ def softmax_weights(s, s_max, m, scale2):
 def softmax_finalize(m, l, acc, exists):
     """Returns the normalized output and the base-2 LSE ``[BM]``.
 
-    They are 0 and -inf for rows without visible keys and for rows that do not exist.
+    They are 0 and -inf for rows without visible keys and for rows that do not exist, and NaN if ``l`` is, as after a NaN score.
     """
-    seen = exists & (l > 0)
+    seen = exists & (l != 0)
     l = tl.where(seen, l, 1.0)
     return tl.where(seen[:, None], acc / l[:, None], 0.0), tl.where(seen, m + tl.log2(l), float("-inf"))
 

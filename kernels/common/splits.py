@@ -93,6 +93,6 @@ def _merge_kernel(
         l += tl.sum(b_sum, 0)
         acc += tl.sum(b_out, 0)
         m = m_new
-    l = tl.where(l > 0, l, 1.0)  # l and acc are 0 where no key is visible
+    l = tl.where(l != 0, l, 1.0)  # l and acc are 0 where no key is visible
     tl.store(out_ptr + row * HEAD + o_d, (acc / l).to(out_ptr.dtype.element_ty), mask=o_d < HEAD)
     tl.store(lse_ptr + row, (m + tl.log2(l)) * LN_2, mask=tl.program_id(1) == 0)

@@ -103,8 +103,10 @@ def launch(
     for pooled, x, y in ((True, *means.unbind(3)), (False, k, v)):
         del lists, counts  # frees their memory before the next lists are allocated
         lists, counts = tile_lists(*selection, kv_heads, group, pooled)
+        # A tile of means also multiplies rows by P = 0 for blocks that they do not read. Where rows are NaN, P is.
+        rows_of = [tile_view(row.nan_to_num() if pooled else row, rows) for row in (q, dout)]
         _dkv_kernel[(batch * kv_heads * lists.shape[2] * (block_size // keys),)](
-            tile_view(q, rows), tile_view(x, keys), tile_view(y, keys), tile_view(dout, rows),
+            rows_of[0], tile_view(x, keys), tile_view(y, keys), rows_of[1],
             row_stats_view(row_stats, num_queries, rows),
             dmeans, dk, dv, lists, counts, kv_start, *dk.stride()[:3], *dv.stride()[:3],
             *sizes, lists.shape[0], offset, scale * LOG2_E, limit,

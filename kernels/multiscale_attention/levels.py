@@ -80,7 +80,7 @@ def level_ends(keys8, keys4, keys2):
 def locate_means(n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
     """Returns level and buffer rows of the n-th tile of BP means of a row block.
 
-    The level is 0 unless all means are of one level and of full groups. Rows past the last mean point to valid means.
+    The level is 0 unless all means are of one level and of full groups. Rows past the last mean repeat it.
     """
     end8, end4, end2 = level_ends(keys8, keys4, keys2)
     begin, end = n * BP, n * BP + BP
@@ -92,7 +92,7 @@ def locate_means(n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constex
     # log2 of the groups of zoom 8 in a block
     BITS: tl.constexpr = (BLOCK // 8).bit_length() - 1  # pyrefly: ignore[missing-attribute]
     list_shift4, list_shift2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
-    g = begin + tl.arange(0, BP)
+    g = tl.minimum(begin + tl.arange(0, BP), tl.maximum(end2 - 1, 0))
     past8, past4 = g >= end8, g >= end4
     # Index of mean g if all blocks before it in the list had its level: the high bits are the list position of its block. With
     # the block's number in place of this position, and the start of its level added, the index is a row of the buffer.
@@ -117,13 +117,13 @@ def add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
     """
     end8, end4, end2 = level_ends(keys8, keys4, keys2)
     g = n * BP + tl.arange(0, BP)
-    bias = tl.where(g < end2, _level_of(g, end8, end4).to(tl.float32), float("-inf"))
+    bias = _level_of(g, end8, end4).to(tl.float32)
     # At most one group is smaller than its zoom: the last of its level.
     size8, size4, size2 = keys8 % 8, keys4 % 4, keys2 % 2
     partial = tl.where(size8 > 0, end8, tl.where(size4 > 0, end4, end2)) - 1
     size = size8 + size4 + size2
     bias = tl.where((g == partial) & (size > 0), tl.log2(tl.maximum(size, 1).to(tl.float32)), bias)
-    return s + (bias * (1.0 / scale2))[None, :]
+    return tl.where((g < end2)[None, :], s + (bias * (1.0 / scale2))[None, :], float("-inf"))
 
 
 @triton.jit

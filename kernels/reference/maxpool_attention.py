@@ -50,10 +50,9 @@ def maxpool_attention(
             last = min(m, end + delta) if causal else m
             scores = queries[..., begin:end, :].to(statistics) @ keys[..., :last, :].mT * scale
             scores = cap_scores(scores, softcap)
-            if causal:
-                scores.masked_fill_(torch.arange(last, device=q.device) > t[:, None] + delta, -math.inf)
-            row_lse = scores.logsumexp(-1).logaddexp(sink_logits)
-            probs = scores.sub_(row_lse[..., None]).exp_()
+            hidden = torch.arange(last, device=q.device) > (t[:, None] + delta if causal else m)
+            row_lse = scores.masked_fill_(hidden, -math.inf).logsumexp(-1).logaddexp(sink_logits)
+            probs = scores.sub_(row_lse[..., None]).exp_().masked_fill_(hidden, 0)  # also in rows that are NaN
             by_query = _into_blocks(probs, -1, key_block_size)  # [B, Hkv, G, rows, c, key block]
             by_query = by_query.amax(-1) if pool == "max" else by_query.sum(-1)
             block_map = _into_blocks(by_query, -2, block_size)  # [B, Hkv, G, r, block, c]

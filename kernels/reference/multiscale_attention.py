@@ -170,13 +170,14 @@ def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, cau
     for rows, c in row_lists(selected.flatten(0, 2), block_size * size):
         b, h, r = torch.unravel_index(rows, zoom.shape[:3])
         z = zoom[b[:, None], h[:, None], r[:, None], c // PARTS].long()
-        g = (c // PARTS * (block_size // z) + c % PARTS * size)[..., None] + torch.arange(size, device=device)
-        z, g = z.repeat_interleave(size, 1), g.flatten(1)
+        first = c // PARTS * (block_size // z)  # entry of the block, which exists
+        g = (first + c % PARTS * size)[..., None] + torch.arange(size, device=device)
+        z, first, g = z.repeat_interleave(size, 1), first.repeat_interleave(size, 1), g.flatten(1)
         count = (m - g * z).clamp(max=z)  # number of keys in the entry
         t = r[:, None] * block_size + torch.arange(block_size, device=device)
         seen = (t < n)[..., None] & (count > 0)[:, None]
         if causal:
             seen = seen & ((g * z + count - 1)[:, None] <= t[..., None] + delta)
-        j = begin_of[z] + g.where(count > 0, 0)
+        j = begin_of[z] + g.where(count > 0, first)
         bias = count.clamp(min=1).to(statistics_dtype(queries)).log()[:, None]
         yield _Rows(b[:, None], h[:, None], t.clamp(max=n - 1), j, t < n, seen, bias)

@@ -350,6 +350,9 @@ PLAIN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {  # functions tha
 }
 
 
+WITHOUT_BFLOAT16 = ("apply_sinks", "best_blocks", "paged_bucket_sizes")
+FULL_PRECISION = ("lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq")  # of any dtype of the others
+
 FUNCTIONS = {name: (getattr(msattn, name), getattr(arguments, name)("cpu")) for name in OPERATIONS} | PLAIN
 
 
@@ -376,6 +379,25 @@ def test_refuses(name: str, change: dict[str, Any], message: str) -> None:
 def test_accepts_what_the_refused_arguments_are_changes_of(name: str) -> None:
     function, given = FUNCTIONS[name]
     function(**given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a CUDA device only")
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in WITHOUT_BFLOAT16])
+def test_interpreted_kernels_refuse_bfloat16(name: str) -> None:
+    """Triton's interpreter has no arithmetic for it: products were wrong by up to 1e9."""
+    function, given = FUNCTIONS[name]
+
+    def half(x: Any) -> Any:
+        return x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    given = {key: x if key in FULL_PRECISION else half(x) for key, x in given.items()}
+    if cache := given.get("cache"):
+        given["cache"] = PagedKeys(*map(half, cache))
+    with pytest.raises(
+        ValueError, match=r"dtype=torch.bfloat16: Triton's interpreter .* use float32, float16 or backend='torch'"
+    ):
+        function(**given, backend="triton")
+    function(**given, backend="torch")
 
 
 def test_score_modifications_refuse_bad_parameters() -> None:

@@ -50,7 +50,7 @@ def last_attention(x: LayerInputs, last_queries: int, block_size: int) -> Iterat
         logits = x.capped(logits).unflatten(1, group.shape[1:3])
         logits[..., visible:].masked_fill_(hidden[:, None], -torch.inf)
         mass = logits.softmax(-1, dtype=torch.float32)
-        yield mass if visible else mass.nan_to_num_(0)
+        yield mass if visible else mass.masked_fill_(hidden[:, None], 0)  # padded queries see nothing
 
 
 def last_positions(x: LayerInputs, n: int) -> Tensor:

@@ -44,8 +44,8 @@ class XAttention(UntrainedScorer):
             logits = chunk.float().unflatten(1, (heads, -1)).flatten(2, 4) @ keys.mT
             logits = logits.view(*chunk.shape[:4], -1)  # [B, Hq, rows, tiles, Tc * tiles]
             seen = (starts <= newest[:, part, :, None])[:, None]
-            mass = x.capped(logits * (x.scale / self.stride)).masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
-            mass = mass * filled[:, None, part, :, None]
+            mass = x.capped(logits * (x.scale / self.stride)).masked_fill(~seen, -torch.inf).softmax(-1)
+            mass = mass.masked_fill(~seen, 0) * filled[:, None, part, :, None]
             scores.append(mass.sum(3).unflatten(-1, (-1, sizes.keys // self.stride)).sum(-1))
         return normalize_rows(torch.cat(scores, 2) * self.visible(x))
 

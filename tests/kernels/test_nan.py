@@ -1,0 +1,172 @@
+"""NaN in what an operation reads makes the rows that read it NaN; NaN in what it does not read makes no difference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import msattn
+from msattn.kernels.operations import OPERATIONS
+from msattn.kernels.types import Backend
+from tests.kernels import arguments
+from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
+from tests.kernels.problems import Case
+from tests.kernels.shared import BACKENDS, assert_same
+from tests.kernels.test_operators import FUNCTIONS
+
+Arguments = dict[str, Any]
+EACH = ("lse", "products")  # results with one number for each row
+MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
+PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
+
+
+def token(place: int, *, name: str = "k", sequence: int = 0) -> Callable[[Arguments], Tensor]:
+    """Returns a function that finds a token of the first head."""
+    return lambda given: given[name][sequence, 0, place]
+
+
+def slot(position: int) -> Callable[[Arguments], Tensor]:
+    """Returns a function that finds the key of a position in the first sequence's pages, of the first head."""
+
+    def find(given: Arguments) -> Tensor:
+        cache = given["cache"]
+        return cache.k[cache.table[0, position // cache.k.shape[1]], position % cache.k.shape[1], 0]
+
+    return find
+
+
+# What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding reads the newest keys.
+READ: dict[str, Callable[[Arguments], Tensor]] = {
+    **dict.fromkeys(OPERATIONS, token(20)),
+    **dict.fromkeys(PAGED, slot(20)),
+    "multiscale_attention": token(38),
+    "bucket_decode": token(68),
+    "paged_bucket_decode": slot(68),
+    "merge_states": lambda given: given["lses"][0, 0, 0, 2],
+    "gate_scores": token(2, name="pooled_k"),
+    "pool_blocks": token(20, name="x"),
+    "block_softmax": lambda given: given["logits"][0, 0, 0, 2],
+}
+# What no row reads: padding, keys past a length, in blocks or buckets that are not read, parts without keys.
+UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
+    **dict.fromkeys(("maxpool_attention", "conv_attention", "head_mix_attention"), token(1)),
+    **dict.fromkeys(("block_sparse_attention", "multiscale_attention"), token(5)),
+    **dict.fromkeys(("flash_decode", "conv_decode"), token(40, sequence=1)),
+    **dict.fromkeys(("bucket_decode", "bucket_mass"), token(30)),
+    **dict.fromkeys(("paged_block_sparse_attention", "paged_bucket_decode"), slot(5)),
+    "merge_states": lambda given: given["outs"][0, 0, 0, 1],
+    "gate_scores": token(4, name="pooled_k"),
+    "pool_blocks": lambda given: given["x"][1, 0, 3],
+    "block_softmax": lambda given: given["logits"][0, 0, 0, 8:],
+}
+WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets", "bucket_sums")  # no floating-point result for each row
+
+
+def given_to(operation: str, device: str) -> Arguments:
+    """Returns arguments with which the places of UNREAD are not read."""
+    given = getattr(arguments, operation)(device)
+    if "block_mask" in given:
+        given["block_mask"][0, : given["block_mask"].shape[1] // 2, :, 0] = False
+    if "zoom" in given:
+        given["zoom"][0, 0, :, 0] = 0
+    if "probes" in given:
+        given["probes"][0, 0] = -1
+    if operation == "bucket_mass":
+        given["buckets"][0, 0, 30] = -1
+    if operation == "merge_states":
+        given["lses"][0, 0, 0, 1] = -torch.inf
+    return given
+
+
+def results(function: Callable[..., Any], given: Arguments, backend: Backend) -> dict[str, Tensor]:
+    """Returns the floating-point results by name."""
+    result = function(**given, backend=backend)
+    named = {"result": result} if isinstance(result, Tensor) else result._asdict()
+    return {name: x for name, x in named.items() if x.is_floating_point()}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for NaN
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", [name for name in FUNCTIONS if name not in WITHOUT_ROWS])
+def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_device: str) -> None:
+    """Those are the rows that change with a key; in a map, blocks that a row does not see stay 0."""
+    function, given = FUNCTIONS[operation], given_to(operation, steady_device)
+    clean, place = results(function, given, backend), READ[operation](given)
+    before = results(function, given, "torch")
+    place += 1
+    moved = results(function, given, "torch")
+    place.fill_(torch.nan)
+    for name, got in results(function, given, backend).items():
+        changed = moved[name] != before[name]
+        if name not in EACH:
+            changed = changed.any(-1, keepdim=True) & ((clean[name] != 0) | (name not in MAPS))
+        assert changed.any()
+        assert torch.equal(got.isnan(), changed), name
+        assert_same(got.where(~changed, 0), clean[name].where(~changed, 0))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", UNREAD)
+def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backend, steady_device: str) -> None:
+    function, given = FUNCTIONS[operation], given_to(operation, steady_device)
+    clean = results(function, given, backend)
+    UNREAD[operation](given).fill_(torch.nan)
+    assert_same(results(function, given, backend), clean)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", [BLOCK_SPARSE, MULTISCALE], ids=["block_sparse", "multiscale"])
+def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend: Backend, steady_device: str) -> None:
+    """A query is NaN, then its incoming gradient, then a key. Gradients of what NaN rows read are NaN."""
+    case = Case(1, 2, 1, 70, 170, 16, block_size=16)
+    blocks = operation.draw(1, 2, (5, 11), 0.5, steady_device)
+    read = zoom_of_tokens(blocks, case, steady_device)[0] != 0  # [Hq, N, M]
+    inputs = dict(zip(("q", "k", "v"), case.qkv(steady_device), strict=True))
+    inputs["dout"] = torch.randn(1, 2, 70, 16, device=steady_device)
+
+    def run(name: str = "", place: int = 0) -> Any:
+        given = {key: x.detach().clone() for key, x in inputs.items()}
+        if name:
+            given[name][0, 0, place] = torch.nan
+        dout = given.pop("dout")
+        leaves = [x.requires_grad_() for x in given.values()]
+        got = operation.attend(*leaves, blocks, block_size=16, backend=backend)
+        return gradients(got, leaves, dout, torch.zeros_like(dout[..., 0]))
+
+    clean = run()
+    own = read[0, 40]
+    row_block = read[0, 32:48].any(0).view(-1)
+    assert own.any() and not row_block.all()
+    for name in ("q", "dout"):
+        of_row = run(name, 40)
+        for got, want in ((of_row.dk, clean.dk), (of_row.dv, clean.dv)):
+            assert got[0, 0, own].isnan().all()
+            assert_same(got[0, 0, ~row_block], want[0, 0, ~row_block])
+        assert of_row.dq[0, 0, 40].isnan().all()
+        assert_same(of_row.dq[0, 0, :32], clean.dq[0, 0, :32])
+
+    of_key = run("k", 50)
+    rows = read[:, :, 50]
+    reads_block = read[:, :, 48:64].any(2)
+    assert rows.any() and not reads_block.all()
+    assert of_key.dq[0, rows].isnan().all()
+    assert_same(of_key.dq[0, ~reads_block], clean.dq[0, ~reads_block])
+    touched = read[reads_block].any(0)
+    assert of_key.dk[0, 0, read[rows].any(0)].isnan().all()
+    assert_same(of_key.dk[0, 0, ~touched], clean.dk[0, 0, ~touched])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> None:
+    given = arguments.best_blocks(steady_device) | {"threshold": torch.inf, "backend": backend}
+    given["scores"][:, :, :, 2] = torch.nan
+    given["scores"][:, :, 1, 1] = -torch.nan
+    mask = msattn.best_blocks(**given)
+    wanted = torch.maximum(given["counts"][..., 0], given["always"].sum(-1)).minimum(given["visible"].sum(-1))
+    assert torch.equal(mask.sum(-1), wanted.expand(mask.shape[:3]).long())
+    enough = given["counts"][..., 0] > given["always"].sum(-1) + 1
+    assert (mask[..., 2] | ~enough).all()
