@@ -33,7 +33,7 @@ _SHIPPED = {
     ("maxpool_attention", 80): [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 1)],
     ("block_sparse_attention", 90): [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
-    ("block_sparse_attention_gathered", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
+    ("block_sparse_attention_gathered", 90): [Tile(64, 128, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("block_sparse_attention_gathered", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
     ("paged_block_sparse_attention", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("paged_block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)],

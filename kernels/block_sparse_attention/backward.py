@@ -81,7 +81,7 @@ def launch(
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
         lse, dlse, dq, row_stats, lists, lengths, kv_start, *dq.stride()[:3], row_stats.stride(2),
-        group, *shared, *lists.shape[:2], offset, scale * LOG2_E, limit,
+        group, *shared, *lists.shape[:2], lists.shape[3], offset, scale * LOG2_E, limit,
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def launch(
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
         row_stats_view(row_stats, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
-        *shared, lists.shape[0], offset, scale * LOG2_E, limit,
+        *shared, lists.shape[0], lists.shape[3], offset, scale * LOG2_E, limit,
         GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv
@@ -107,7 +107,7 @@ UNSPECIALIZED = ["kv_heads", "row_blocks", "col_blocks", "list_batch"]
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _dq_kernel(
     b = pid // (group * tiles * kv_heads)
     first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, h, t0 // ROWS, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+        lists_ptr, lengths_ptr, b, h, t0 // ROWS, kv_heads * group, list_batch, list_heads, row_blocks, entries
     )
 
     q, dout, lse2, row_delta = load_query_rows(
@@ -163,7 +163,7 @@ def _dq_step(
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
+    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def _dkv_kernel(
     b = pid // (tiles * kv_heads)
     first_key, first_query, keys, _, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, kv_head, u0 // KEYS, kv_heads, list_batch, kv_heads, col_blocks, row_blocks * GROUP
+        lists_ptr, lengths_ptr, b, kv_head, u0 // KEYS, kv_heads, list_batch, kv_heads, col_blocks, entries
     )
     list_ptr += all_blocks - 1  # iterated backwards
     u = u0 + tl.arange(0, BN)

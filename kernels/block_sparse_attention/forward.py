@@ -136,16 +136,17 @@ def launch(
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     sizes = num_queries, num_keys, offset, block_size, key_block_size, causal
     for first_block, lists, lengths in compact_parts(block_mask, kv_start, *sizes):
-        list_batch, list_heads, row_blocks, col_blocks = lists.shape
+        list_batch, list_heads, row_blocks, entries = lists.shape
         _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
             tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
             *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],
-            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks, col_blocks, list_batch, list_heads,
+            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads, entries,
             offset, scale * LOG2_E, unscaled_limit(softcap, scale),
             HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size, STRIDE_K=k.stride(2), STRIDE_V=v.stride(2),
             CAUSAL=causal, PRECISION=precision(q.dtype),
             num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
         )  # fmt: skip
+        del lists, lengths  # frees their memory before the next ones are allocated
     return out, lse
 
 
@@ -159,11 +160,11 @@ _operator, _backward_operator = register_attention(
 
 
 # num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
-@triton.jit(do_not_specialize=["group", "kv_heads", "first_block", "row_blocks", "col_blocks", "list_batch", "list_heads"])
+@triton.jit(do_not_specialize=["group", "kv_heads", "first_block", "row_blocks", "list_batch", "list_heads"])
 def _block_sparse_attention_kernel(
     q_desc, k_view, v_view, out_ptr, lse_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_on,
-    group, kv_heads, num_queries, num_keys, first_block, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads, entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +179,7 @@ def _block_sparse_attention_kernel(
     t = t0 + tl.arange(0, BM)
 
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+        lists_ptr, lengths_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, entries
     )
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
@@ -189,7 +190,7 @@ def _block_sparse_attention_kernel(
     if KEYS < BN:  # strides of keys are constants, so that an address takes one instruction
         k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * STRIDE_K
         v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * STRIDE_V
-        runs = listed_runs(list_ptr, 0, all_blocks, KEYS, BN, RUN)
+        runs = listed_runs(list_ptr, 0, KEYS, BN, RUN)
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
             u = tl.minimum(run_keys(runs, RUN), keys - 1).to(tl.int64)
@@ -204,7 +205,7 @@ def _block_sparse_attention_kernel(
             s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, CAUSAL)
         if KEYS < BN:
             v = load_rows(v_ptr + u * STRIDE_V, HEAD, COLS)
-            runs = listed_runs(list_ptr, n + 1, all_blocks, KEYS, BN, RUN)
+            runs = listed_runs(list_ptr, n + 1, KEYS, BN, RUN)
         else:
             v = load_tile(v_view, b, kv_head, first_key + u, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)

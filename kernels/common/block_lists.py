@@ -6,10 +6,13 @@ has room for all the blocks that it may hold.
 
 Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in FlexAttention), the others are partial.
 
-- By row block: column blocks ``[B or 1, Hm, Tr, Tc]`` in ascending order, full ones first, because partial ones lie on the
+- By row block: column blocks ``[B or 1, Hm, Tr, entries]`` in ascending order, full ones first, because partial ones lie on the
   diagonal or at the end of the keys. Lengths ``[B or 1, Hm, Tr, 2]``: full blocks, all blocks.
 - By column block, one list for a key/value head: entries ``row block * group + query head in the group``,
-  ``[B or 1, Hkv, Tc, Tr * group]``, in ascending order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
+  ``[B or 1, Hkv, Tc, entries]``, in ascending order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
+
+A list is followed by PAD copies of its last entry (of 0, if it is empty), so that whole tiles of blocks, and the tile after the
+last one, are loaded without a mask. It begins at a multiple of PAD entries, so that these loads are wide.
 """
 
 from collections.abc import Iterator
@@ -20,7 +23,8 @@ from torch import Tensor
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import sequence_span, tl, triton
 
-PART_BYTES = 2**28  # of the lists of some row blocks: those of 64 x 64 at 131,072 tokens and 32 heads
+PART_BYTES = 2**30  # of the lists of some row blocks
+PAD = tl.constexpr(16)  # twice the blocks of the largest tile
 
 
 def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bool) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -30,7 +34,7 @@ def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bo
     """
     batch, heads, row_blocks, col_blocks = block_mask.shape
     lists = (batch if kv_start is None else len(kv_start)) * heads
-    rows = max(1, PART_BYTES // (lists * col_blocks * _entry_dtype(col_blocks).itemsize))
+    rows = max(1, PART_BYTES // (lists * col_blocks * _dtype(col_blocks).itemsize))
     for first in reversed(range(0, row_blocks, rows)):
         yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first)
 
@@ -118,23 +122,24 @@ def _compact(
     if kv_start is not None:  # sequences may share a mask, but their causal limits differ by padding
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
     batch, heads, group, blocks, candidates = mask.shape
-    entries = candidates * group
-    lists = torch.empty((batch, heads, blocks, entries), dtype=_entry_dtype(entries), device=mask.device)
+    entries = triton.cdiv(candidates * group, PAD.value) * PAD.value + PAD.value
+    lists = torch.empty((batch, heads, blocks, entries), dtype=_dtype(candidates * group), device=mask.device)
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
         mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
         num_queries, num_keys, entries, offset, first_block,
-        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(entries)), **constants,
+        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)), **constants, num_warps=1,
     )  # fmt: skip
     return lists, lengths
 
 
-def _entry_dtype(entries: int) -> torch.dtype:
-    return torch.int16 if entries < 2**15 else torch.int32
+def _dtype(candidates: int) -> torch.dtype:
+    """Returns the dtype of entries below ``candidates``."""
+    return torch.uint16 if candidates <= 2**16 else torch.int32
 
 
-@triton.jit(do_not_specialize=["entries", "first_block"])
+@triton.jit(do_not_specialize=["first_block"])
 def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
@@ -158,15 +163,19 @@ def _compact_kernel(
     mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
     found = tl.zeros((), tl.int32)
     found_full = tl.zeros((), tl.int32)
+    last = tl.zeros((), tl.int32)
+    lists_ptr += row * entries
     for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
         candidate = entry // GROUP
         on_ptrs = mask_ptr + candidate.to(tl.int64) * stride_candidate + (entry % GROUP).to(tl.int64) * stride_group
         on = tl.load(on_ptrs, mask=candidate < end, other=0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
-        tl.store(lists_ptr + row * entries + place, entry.to(lists_ptr.dtype.element_ty), mask=on != 0)
+        tl.store(lists_ptr + place, entry.to(lists_ptr.dtype.element_ty), mask=on != 0)
         found += tl.sum(on, 0)
+        last = tl.maximum(last, tl.max(entry * on, 0))
         found_full += tl.sum(tl.where((candidate >= full_begin) & (candidate < full_end), on, 0), 0)
+    tl.store(lists_ptr + found + tl.arange(0, PAD), last.to(lists_ptr.dtype.element_ty))
     tl.store(lengths_ptr + row * 2, found_full)
     tl.store(lengths_ptr + row * 2 + 1, found)
 
@@ -200,16 +209,18 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 
 
 @triton.jit
-def listed_runs(list_ptr, n, entries, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
+def listed_runs(list_ptr, n, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
     """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
 
-    The list has ``entries`` blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN
-    adjacent keys is a part of both. After the last block, the tile repeats it, so that nothing else is loaded.
+    The list has blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN adjacent keys is a
+    part of both. After the last block, the last tile repeats it, so that nothing else is loaded.
     """
     place = n * BN + tl.arange(0, BN // RUN) * RUN
     if list_ptr is not None:
-        block = tl.load(list_ptr + tl.minimum(place // KEYS, tl.maximum(entries - 1, 0))).to(tl.int32)
-        place = block * KEYS + place % KEYS
+        if RUN == KEYS:
+            place = tl.load(list_ptr + n * (BN // RUN) + tl.arange(0, BN // RUN)).to(tl.int32) * KEYS
+        else:
+            place = tl.load(list_ptr + place // KEYS).to(tl.int32) * KEYS + place % KEYS
     return place
 
 
@@ -228,13 +239,13 @@ def run_keys(runs, RUN: tl.constexpr):
 @triton.jit
 def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
     """Returns the keys of tile n of a list, ``[BN]``; after the last block, they are past the end of the ``keys``."""
-    u = run_keys(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), RUN)
+    u = run_keys(listed_runs(list_ptr, n, KEYS, BN, RUN), RUN)
     return tl.where(n * BN + tl.arange(0, BN) < entries * KEYS, u, keys)
 
 
 @triton.jit
 def find_list(lists_ptr, lengths_ptr, b, h, block, heads, list_batch, list_heads, num_blocks, entries):
-    """Returns the list of a block for head h (of ``heads``) of sequence b.
+    """Returns the list of a block for head h (of ``heads``) of sequence b, of lists with room for ``entries``.
 
     The result is a pointer, the number of full blocks and the number of blocks.
     """

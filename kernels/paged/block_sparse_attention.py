@@ -192,7 +192,7 @@ _operator = register_op(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_tb", "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads", "entries",
+        "stride_tb", "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "batch", "list_heads",
     ]
 )  # fmt: skip
 def _paged_block_sparse_attention_kernel(
@@ -244,8 +244,9 @@ def _paged_block_sparse_attention_kernel(
                 s = cap_scores(s, limit)
             v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
-    runs, pages = _find_pages(list_ptr, table_ptr, first, all_blocks, keys, KEYS, BN, RUN, PAGE)
-    for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
+    runs, pages = _find_pages(list_ptr, table_ptr, first, keys, KEYS, BN, RUN, PAGE)
+    stages: tl.constexpr = None if k_desc is None else 1  # few tiles are left after those of descriptors
+    for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN), num_stages=stages):  # type: ignore[misc]
         page = repeat_runs(pages, RUN).to(tl.int64)
         offset = (tl.minimum(run_keys(runs, RUN), keys - 1) % PAGE).to(tl.int64)
         k = load_rows(k_ptr + page * STRIDES_K[0] + offset * STRIDES_K[1], HEAD, COLS)
@@ -255,7 +256,7 @@ def _paged_block_sparse_attention_kernel(
         if n >= full * KEYS // BN:
             s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, True)
         v = load_rows(v_ptr + page * STRIDES_V[0] + offset * STRIDES_V[1], HEAD, COLS)
-        runs, pages = _find_pages(list_ptr, table_ptr, n + 1, all_blocks, keys, KEYS, BN, RUN, PAGE)
+        runs, pages = _find_pages(list_ptr, table_ptr, n + 1, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
     row_ptrs = out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
@@ -264,11 +265,9 @@ def _paged_block_sparse_attention_kernel(
 
 
 @triton.jit
-def _find_pages(
-    list_ptr, table_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr
-):
+def _find_pages(list_ptr, table_ptr, n, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr):
     """Returns the runs of tile n up to the last key, which stands for those after it, and their pages."""
-    runs = tl.minimum(listed_runs(list_ptr, n, entries, KEYS, BN, RUN), keys - 1)
+    runs = tl.minimum(listed_runs(list_ptr, n, KEYS, BN, RUN), keys - 1)
     return runs, tl.load(table_ptr + runs // PAGE)
 
 

@@ -44,6 +44,7 @@ KEY_BLOCKS = [
     Case(1, 2, 2, 130, 65, 64, torch.float16, True, None, 16, 64),
     Case(1, 4, 2, 111, 300, 32, torch.float32, True, (5,), 16, 128),
     Case(1, 2, 1, 40, 90, 64, torch.float16, True, (60,), 16, 16),
+    Case(1, 2, 1, 80, 96, 64, torch.float16, True, None, 64, 16),
 ]
 
 
