@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 import msattn
-from msattn.kernels.operations import DIFFERENTIABLE
+from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.kernels.types import Backend
 from tests.kernels import arguments
 from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
 from tests.kernels.problems import Case
 from tests.kernels.shared import BACKENDS, assert_same
-from tests.kernels.test_operators import FUNCTIONS
 
 Arguments = dict[str, Any]
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
-WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets", "bucket_sums")  # no floating-point result for each row
-WITH_ROWS = [name for name in FUNCTIONS if name not in WITHOUT_ROWS]
+WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")  # their results are integers
+FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {"block_softmax": block_softmax}
 PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
 
 
@@ -41,7 +41,7 @@ def slot(position: int) -> Callable[[Arguments], Tensor]:
 
 # What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding reads the newest keys.
 READ: dict[str, Callable[[Arguments], Tensor]] = {
-    **dict.fromkeys(WITH_ROWS, token(20)),
+    **dict.fromkeys(FUNCTIONS, token(20)),
     **dict.fromkeys(PAGED, slot(20)),
     "multiscale_attention": token(38),
     "bucket_decode": token(68),
@@ -90,7 +90,7 @@ def results(function: Callable[..., Any], given: Arguments, backend: Backend) ->
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for NaN
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", WITH_ROWS)
+@pytest.mark.parametrize("operation", FUNCTIONS)
 def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_device: str) -> None:
     """Those are the rows that change with a key; in a map, blocks that a row does not see stay 0."""
     function, given = FUNCTIONS[operation], given_to(operation, steady_device)
