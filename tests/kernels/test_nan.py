@@ -1,7 +1,7 @@
 """NaN in what an operation reads makes the rows that read it NaN; NaN in what it does not read makes no difference."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 import msattn
 from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
-from msattn.kernels.types import Backend
+from msattn.kernels.testing import block_numbers, pool_over_blocks, starts, visible
+from msattn.kernels.types import Backend, Pool
 from tests.kernels import arguments
 from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
 from tests.kernels.problems import Case
@@ -120,6 +121,22 @@ def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backe
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pool", get_args(Pool))
+def test_blocks_that_a_nan_row_sees_are_nan(pool: Pool, backend: Backend, steady_device: str) -> None:
+    """A query is NaN, or a key."""
+    case, kv_start = Case(1, 2, 1, 90, 110, 16, block_size=16), starts((5,), steady_device)
+    for place in range(2):
+        inputs = case.qkv(steady_device)
+        inputs[place][0, 0, 60] = torch.nan
+        got = msattn.maxpool_attention(*inputs, block_size=16, pool=pool, kv_start=kv_start, backend=backend)
+        seen = visible(1, 90, 110, True, kv_start, steady_device) & got.lse.isnan()[..., None]
+        expected = pool_over_blocks(seen.float(), *block_numbers(1, 90, 110, True, kv_start, 16), (6, 7)) > 0
+        assert expected.any()
+        assert torch.equal(got.pooled.isnan(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", DIFFERENTIABLE)
 def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: str) -> None:
     """They are NaN; those of padding stay 0."""
@@ -204,7 +221,9 @@ def test_compiled(operation: str) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_gradients_of_blocks_and_ranks() -> None:
+def test_compiled_blocks() -> None:
     for operation in (BLOCK_SPARSE, MULTISCALE):
         test_gradients_of_blocks_that_no_nan_row_reads(operation, "triton", "cuda")
+    for pool in get_args(Pool):
+        test_blocks_that_a_nan_row_sees_are_nan(pool, "triton", "cuda")
     test_best_blocks_ranks_nan_first("triton", "cuda")
