@@ -293,11 +293,14 @@ def _store_block_map(
     BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN, where it sees keys, for row blocks with a NaN row."""
+    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN for blocks that a NaN row sees."""
     BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
     STRIPS: tl.constexpr = KEY_BLOCK // W  # strips of a block
-    nan = tl.sum(tl.reshape(tl.where(lse2 == lse2, 0.0, lse2), [BM // BLOCK, BLOCK]), 1)  # 0 or NaN, which maxima ignore
-    lse2 = tl.where(lse2 > float("-inf"), lse2, float("inf"))  # probabilities of a row without visible keys are 0
+    end = tl.zeros([BM], tl.int32) + last  # of the keys that a row sees
+    if CAUSAL:
+        end = tl.minimum(end, first_row_block * BLOCK + tl.arange(0, BM) + delta + 1)
+    nan_end = tl.max(tl.reshape(tl.where(lse2 == lse2, 0, end), [BM // BLOCK, BLOCK]), 1)  # of those that NaN rows see
+    lse2 = tl.where(lse2 > float("-inf"), lse2, float("inf"))  # probabilities of NaN rows and of those without keys are 0
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
@@ -311,16 +314,14 @@ def _store_block_map(
             sums = tl.load(strip_ptrs, mask=read, other=0.0, cache_modifier=".cg")
             max_ptrs = scratch_ptr + (strips + strip // (BN // W))[:, None] * BM + tl.arange(0, BM)[None, :]
             m = tl.load(max_ptrs, mask=read, other=float("-inf"), cache_modifier=".cg")
-            mass = tl.reshape(sums * tl.exp2(m - lse2[None, :]), [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
+            mass = tl.where(lse2[None, :] < float("inf"), sums * tl.exp2(m - lse2[None, :]), 0.0)
+            mass = tl.reshape(mass, [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
             mass = tl.sum(mass, 1)  # [BLOCKS, BM / BLOCK, BLOCK]
             if POOL == "mass":
                 pooled = tl.max(mass, 2)
             else:
                 pooled = tl.sum(mass, 2) / tl.minimum(tl.maximum(queries - r * BLOCK, 1), BLOCK)[None, :]
         c = c0 + tl.arange(0, BLOCKS)
-        seen = (c * KEY_BLOCK < last)[:, None]
-        if CAUSAL:
-            seen = seen & ((c * KEY_BLOCK)[:, None] < ((r + 1) * BLOCK + delta)[None, :])
-        pooled += tl.where(seen, nan[None, :], 0.0)
+        pooled = tl.where((c * KEY_BLOCK)[:, None] < nan_end[None, :], float("nan"), pooled)
         inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]
         tl.store(map_ptr + r[None, :].to(tl.int64) * col_blocks + c[:, None], pooled, mask=inside)

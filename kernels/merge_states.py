@@ -92,7 +92,7 @@ def _merge_states_kernel(
         m_new = tl.maximum(m, part_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
-        needed = inside & (weight > 0)  # outputs of weight 0 are not read
+        needed = inside & (weight > 0)  # outputs of weight 0 are not read; where it is NaN, so is the sum
         part = tl.load(outs_ptr, mask=needed[:, None] & (d < HEAD)[None, :], other=0.0)
         acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
         l = l * alpha + weight

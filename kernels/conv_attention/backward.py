@@ -121,14 +121,14 @@ def _score_gradient_kernel(
         if needs_mask:
             s = apply_band_and_mask(s, band_ptr, i, exists, i, j, num_keys, offset, width, CAUSAL)
             s = tl.where(exists[:, None] & (j >= first_key)[None, :], s, float("-inf"))
-        p = tl.exp2(s * scale2 - lse2[:, None])
+        p = tl.where(s == float("-inf"), 0.0, tl.exp2(s * scale2 - lse2[:, None]))  # also in rows that are NaN
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(probs_ptr + (rows + j[None, :]), p.to(probs_ptr.dtype.element_ty), mask=inside)
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = p * (dp - row_delta[:, None]) * scale
         if needs_mask:
-            ds = tl.where(p > 0, ds, 0.0)  # padding rows of dO may hold NaN
+            ds = tl.where(p != 0, ds, 0.0)  # padding rows of dO may hold NaN
             if dband_ptr is not None:
                 distance = i[:, None] + offset - j[None, :]
                 near = (distance >= 0) & (distance < width)

@@ -130,7 +130,7 @@ def _materialized_attention_backward_kernel(
         if PADDED:
             p = tl.where((j >= first_key)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
-        ds = p * (dp - row_delta[:, None])
+        ds = tl.where(p != 0, p * (dp - row_delta[:, None]), 0.0)  # row_delta may be NaN
         rows_ptrs = dscores_ptr + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(rows_ptrs + j[None, :], ds.to(dscores_ptr.dtype.element_ty), mask=inside)

@@ -94,12 +94,13 @@ def mixed_attention_backward(
     for batch, rows, around, keys, scores, hidden, mixed in _chunks(q, k, kernel, mixing, causal, scale, kv_start):
         grouped_dout = dout[batch, :, rows].to(statistics).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
         values = v[batch, :, None, keys].to(statistics)
-        probs = (mixed - lse[batch, :, rows, None]).exp()
+        unseen = mixed == -math.inf
+        probs = (mixed - lse[batch, :, rows, None]).exp().masked_fill(unseen, 0)  # also in rows that are NaN
         dprobs = (grouped_dout @ values.mT).flatten(1, 2)
         row_delta = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1)
         dv[batch, :, keys] += (probs.unflatten(1, (k.shape[1], -1)).mT @ grouped_dout).sum(2)
 
-        dkernel, dscores = mixing.backward(kernel, scores, probs * (dprobs - row_delta[..., None]))
+        dkernel, dscores = mixing.backward(kernel, scores, (probs * (dprobs - row_delta[..., None])).masked_fill(unseen, 0))
         dweight += dkernel
         dscores = dscores[:, :, -hidden.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
         dscores = (dscores.masked_fill(hidden, 0) * scale).unflatten(1, (k.shape[1], -1))

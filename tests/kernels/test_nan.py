@@ -1,24 +1,27 @@
 """NaN in what an operation reads makes the rows that read it NaN; NaN in what it does not read makes no difference."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 import msattn
-from msattn.kernels.operations import OPERATIONS
-from msattn.kernels.types import Backend
+from msattn.kernels.best_blocks import block_softmax
+from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
+from msattn.kernels.testing import block_numbers, pool_over_blocks, starts, visible
+from msattn.kernels.types import Backend, Pool
 from tests.kernels import arguments
 from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
 from tests.kernels.problems import Case
 from tests.kernels.shared import BACKENDS, assert_same
-from tests.kernels.test_operators import FUNCTIONS
 
 Arguments = dict[str, Any]
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
+WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")  # their results are integers
+FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {"block_softmax": block_softmax}
 PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
 
 
@@ -39,7 +42,7 @@ def slot(position: int) -> Callable[[Arguments], Tensor]:
 
 # What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding reads the newest keys.
 READ: dict[str, Callable[[Arguments], Tensor]] = {
-    **dict.fromkeys(OPERATIONS, token(20)),
+    **dict.fromkeys(FUNCTIONS, token(20)),
     **dict.fromkeys(PAGED, slot(20)),
     "multiscale_attention": token(38),
     "bucket_decode": token(68),
@@ -61,7 +64,6 @@ UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
     "pool_blocks": lambda given: given["x"][1, 0, 3],
     "block_softmax": lambda given: given["logits"][0, 0, 0, 8:],
 }
-WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets", "bucket_sums")  # no floating-point result for each row
 
 
 def given_to(operation: str, device: str) -> Arguments:
@@ -89,17 +91,17 @@ def results(function: Callable[..., Any], given: Arguments, backend: Backend) ->
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for NaN
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", [name for name in FUNCTIONS if name not in WITHOUT_ROWS])
+@pytest.mark.parametrize("operation", FUNCTIONS)
 def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_device: str) -> None:
     """Those are the rows that change with a key; in a map, blocks that a row does not see stay 0."""
     function, given = FUNCTIONS[operation], given_to(operation, steady_device)
     clean, place = results(function, given, backend), READ[operation](given)
     before = results(function, given, "torch")
-    place += 1
+    place += 3
     moved = results(function, given, "torch")
     place.fill_(torch.nan)
     for name, got in results(function, given, backend).items():
-        changed = moved[name] != before[name]
+        changed = (moved[name] - before[name]).abs() > 1e-5
         if name not in EACH:
             changed = changed.any(-1, keepdim=True) & ((clean[name] != 0) | (name not in MAPS))
         assert changed.any()
@@ -115,6 +117,40 @@ def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backe
     clean = results(function, given, backend)
     UNREAD[operation](given).fill_(torch.nan)
     assert_same(results(function, given, backend), clean)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pool", get_args(Pool))
+def test_blocks_that_a_nan_row_sees_are_nan(pool: Pool, backend: Backend, steady_device: str) -> None:
+    """A query is NaN, or a key."""
+    case, kv_start = Case(1, 2, 1, 90, 110, 16, block_size=16), starts((5,), steady_device)
+    for place in range(2):
+        inputs = case.qkv(steady_device)
+        inputs[place][0, 0, 60] = torch.nan
+        got = msattn.maxpool_attention(*inputs, block_size=16, pool=pool, kv_start=kv_start, backend=backend)
+        seen = visible(1, 90, 110, True, kv_start, steady_device) & got.lse.isnan()[..., None]
+        expected = pool_over_blocks(seen.float(), *block_numbers(1, 90, 110, True, kv_start, 16), (6, 7)) > 0
+        assert expected.any()
+        assert torch.equal(got.pooled.isnan(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", DIFFERENTIABLE)
+def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: str) -> None:
+    """They are NaN; those of padding stay 0."""
+    given = given_to(operation, steady_device)
+    READ[operation](given).fill_(torch.nan)
+    leaves = [given[name].requires_grad_() for name in ("q", "k", "v")]
+    result = FUNCTIONS[operation](**given, backend=backend)
+    out = result if isinstance(result, Tensor) else result.out
+    dq, *others = torch.autograd.grad(out.sum(), leaves)
+    rows = out.isnan().all(-1)
+    assert rows.any()
+    assert dq[rows].isnan().all()
+    for gradient in (dq, *others):
+        assert (gradient[:, :, :3] == 0).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -140,7 +176,8 @@ def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend
     clean = run()
     own = read[0, 40]
     row_block = read[0, 32:48].any(0).view(-1)
-    assert own.any() and not row_block.all()
+    assert own.any()
+    assert not row_block.all()
     for name in ("q", "dout"):
         of_row = run(name, 40)
         for got, want in ((of_row.dk, clean.dk), (of_row.dv, clean.dv)):
@@ -152,7 +189,8 @@ def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend
     of_key = run("k", 50)
     rows = read[:, :, 50]
     reads_block = read[:, :, 48:64].any(2)
-    assert rows.any() and not reads_block.all()
+    assert rows.any()
+    assert not reads_block.all()
     assert of_key.dq[0, rows].isnan().all()
     assert_same(of_key.dq[0, ~reads_block], clean.dq[0, ~reads_block])
     touched = read[reads_block].any(0)
@@ -170,3 +208,22 @@ def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> No
     assert torch.equal(mask.sum(-1), wanted.expand(mask.shape[:3]).long())
     enough = given["counts"][..., 0] > given["always"].sum(-1) + 1
     assert (mask[..., 2] | ~enough).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", READ)
+def test_compiled(operation: str) -> None:
+    test_rows_that_read_nan_are_nan(operation, "triton", "cuda")
+    if operation in UNREAD:
+        test_nan_that_is_not_read_makes_no_difference(operation, "triton", "cuda")
+    if operation in DIFFERENTIABLE:
+        test_gradients_of_nan_rows(operation, "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_compiled_blocks() -> None:
+    for operation in (BLOCK_SPARSE, MULTISCALE):
+        test_gradients_of_blocks_that_no_nan_row_reads(operation, "triton", "cuda")
+    for pool in get_args(Pool):
+        test_blocks_that_a_nan_row_sees_are_nan(pool, "triton", "cuda")
+    test_best_blocks_ranks_nan_first("triton", "cuda")

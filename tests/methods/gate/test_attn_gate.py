@@ -22,6 +22,7 @@ from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_config, tiny_model
+from tests.kernels.shared import BACKENDS
 from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, rotated, topical_tokens
 from tests.methods.layers import geometry, layer_inputs
 from tests.sparse import save
@@ -168,6 +169,19 @@ def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding
     assert gradient.isfinite().all()
     assert (gradient.masked_select(~visible.expand_as(gradient)) == 0).all()
     assert gate_loss(logits * 1e4, pooled, visible, config(loss=loss)).isfinite(), "confident wrong scores"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for infinities
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_of_an_overflow_is_not_finite(loss, backend, steady_device):
+    """The training loop then stops; a target of zeros would be learned."""
+    q, k, v = testing.random_qkv(1, 4, 2, 72, head_size=16, dtype=torch.float16, device=steady_device)
+    k[0, 0, 40] = 1e5  # infinite in fp16
+    pooled = maxpool_attention(q, k, v, block_size=BLOCK, backend=backend).pooled
+    visible, _ = geometry(72, 72, None)
+    logits = torch.randn(1, 4, 5, 5, device=steady_device)
+    assert not gate_loss(logits, pooled, visible.to(steady_device), config(loss=loss)).isfinite()
 
 
 @pytest.mark.parametrize(("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")])
