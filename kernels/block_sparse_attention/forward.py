@@ -193,8 +193,8 @@ def _block_sparse_attention_kernel(
         runs = listed_runs(list_ptr, 0, KEYS, BN, RUN)
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
-            u = tl.minimum(run_keys(runs, RUN), keys - 1).to(tl.int64)
-            k = load_rows(k_ptr + u * STRIDE_K, HEAD, COLS)
+            u = tl.minimum(run_keys(runs, RUN), keys - 1).to(tl.int64)  # type: ignore[unbound]
+            k = load_rows(k_ptr + u * STRIDE_K, HEAD, COLS)  # type: ignore[unbound]
         else:
             u = tl.load(list_ptr + n * BN // KEYS).to(tl.int32) * KEYS + n * BN % KEYS
             k = load_tile(k_view, b, kv_head, first_key + u, BN, COLS)
@@ -204,7 +204,7 @@ def _block_sparse_attention_kernel(
         if n >= full * KEYS // BN:
             s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, CAUSAL)
         if KEYS < BN:
-            v = load_rows(v_ptr + u * STRIDE_V, HEAD, COLS)
+            v = load_rows(v_ptr + u * STRIDE_V, HEAD, COLS)  # type: ignore[unbound]
             runs = listed_runs(list_ptr, n + 1, KEYS, BN, RUN)
         else:
             v = load_tile(v_view, b, kv_head, first_key + u, BN, COLS)

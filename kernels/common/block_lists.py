@@ -16,6 +16,7 @@ last one, are loaded without a mask. It begins at a multiple of PAD entries, so 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ PART_BYTES = 2**30  # of the lists of some row blocks
 PAD = tl.constexpr(16)  # twice the blocks of the largest tile
 
 
-def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bool) -> Iterator[tuple[int, Tensor, Tensor]]:
+def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields the first row block, lists and lengths of parts of the row blocks, the last part first.
 
     ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have room for all blocks.
@@ -36,7 +37,7 @@ def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: int | bo
     lists = (batch if kv_start is None else len(kv_start)) * heads
     rows = max(1, PART_BYTES // (lists * col_blocks * _dtype(col_blocks).itemsize))
     for first in reversed(range(0, row_blocks, rows)):
-        yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first)
+        yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first_block=first)
 
 
 def compact_rows(

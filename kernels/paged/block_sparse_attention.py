@@ -245,7 +245,8 @@ def _paged_block_sparse_attention_kernel(
             v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     runs, pages = _find_pages(list_ptr, table_ptr, first, keys, KEYS, BN, RUN, PAGE)
-    stages: tl.constexpr = None if k_desc is None else 1  # few tiles are left after those of descriptors
+    # Few tiles are left after those of descriptors.
+    stages: tl.constexpr = None if k_desc is None else 1  # type: ignore[assignment]
     for n in tl.range(first, tl.cdiv(all_blocks * KEYS, BN), num_stages=stages):  # type: ignore[misc]
         page = repeat_runs(pages, RUN).to(tl.int64)
         offset = (tl.minimum(run_keys(runs, RUN), keys - 1) % PAGE).to(tl.int64)

@@ -36,7 +36,7 @@ def told(here: Path, msattn: Run) -> Told:
 def test_a_large_model_has_no_default_text(command: str, told: Told) -> None:
     code, lines = told(command, "model=llama3", *DENSE.get(command, []))
     ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
-    assert (code, lines) == (2, [f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}"])
+    assert (code, lines[-1]) == (2, f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}")
     assert list(Path().glob("outputs")) == []
 
 

@@ -127,7 +127,7 @@ def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
 ) -> None:
     cfg = config(tmp_path, "unused", tasks=[task])
     cfg = replace(cfg, data=DataConfig(None, seq_len=160), model=replace(cfg.model, init=init))
-    monkeypatch.setattr(models, "load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(models, "describe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
     assert len(re.findall(r"no text was chosen, so eval reads .*standard library; --data ", capsys.readouterr().err)) == lines

@@ -86,7 +86,7 @@ def test_thresholds_are_stored_and_may_be_missing(trained: Path, tmp_path: Path)
 
     assert QModel.load(written("without")).thresholds is None
     wrong = {"shares": [0.1, 0.2], "densities": [1.0, 2.0]}
-    with pytest.raises(UserError, match=r"details: thresholds=.*densities must be 2 numbers that decrease"):
+    with pytest.raises(UserError, match=r"details: thresholds: densities must be 2 numbers that decrease"):
         QModel.load(written("wrong", thresholds=wrong))
 
 
