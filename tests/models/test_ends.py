@@ -12,7 +12,7 @@ from msattn.trainer.data import chunks
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.tasks.answers import Question, answer
-from msattn.trainer.models import Loaded, load
+from msattn.trainer.models import Loaded, describe, load
 from msattn.trainer.models.ends import end_tokens
 from tests.ending import END, first_unique, saved
 from tests.models.gguf_files import gguf_model, write_gguf
@@ -38,6 +38,8 @@ def test_a_model_ends_at_all_that_its_files_name(tmp_path: Path, named: dict[str
     loaded = saved(tmp_path, **named)
     assert end_tokens(loaded.model) == expected
     assert loaded.tokenizer.eos_token == eos
+    described = describe(ModelConfig(name="small", path=str(tmp_path)), device="cpu")  # commands chunk text before weights
+    assert described.tokenizer.eos_token == eos
 
 
 def load_gguf(folder: Path, **metadata: Any) -> Loaded:
@@ -55,7 +57,7 @@ def test_a_gguf_file_with_one_end_token(tmp_path: Path, key: str) -> None:
 
 
 def test_a_gguf_file_ends_where_its_chat_template_does(tmp_path: Path) -> None:
-    loaded = load_gguf(tmp_path, tokenizer__ggml__eos_token_id=263)
+    loaded = load_gguf(tmp_path, tokenizer__ggml__eos_token_id=263, tokenizer__ggml__eot_token_id=2**32 - 1)
     assert end_tokens(loaded.model) == [262, 263]
 
 

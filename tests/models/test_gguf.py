@@ -188,7 +188,7 @@ def test_a_file_is_unpacked_once(
     first = load_gguf(file, cache=str(tmp_path / "kept"))
     (folder,) = (tmp_path / "kept").glob("[!.]*")
     assert f"the unpacked model is kept in {folder} (0.00 GB)" in (said := capsys.readouterr().err)
-    assert f"rm -r {tmp_path / 'kept'} frees the space, model.cache=null keeps none" in said
+    assert f"rm -r {folder} frees the space, model.cache=null keeps none" in said
     with monkeypatch.context() as patched:
         patched.delattr("gguf.gguf_reader.GGUFReader.__init__")
         patched.delattr("msattn.trainer.models.tokenizer.gguf_tokenizer")
@@ -227,6 +227,40 @@ def test_other_contents_and_types_are_unpacked_beside(file: Path, tmp_path: Path
     (damaged / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=rf"small.gguf: unpacked in {damaged}: the files there cannot be loaded"):
         load_gguf(file, cache=cache)
+
+
+@pytest.mark.parametrize("left", ["model.safetensors", "config.json", None])
+def test_what_an_interrupted_deletion_left_is_unpacked_again(file: Path, tmp_path: Path, left: str | None) -> None:
+    cache = tmp_path / "kept"
+    first = load_gguf(file, cache=str(cache))
+    (folder,) = cache.glob("small-*")
+    for path in folder.iterdir():
+        if path.name != left:
+            path.unlink()
+    assert load_gguf(file, cache=str(cache)).fingerprint == first.fingerprint
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_a_disk_that_is_full_at_the_tokenizer_is_a_warning(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise Exception("No space left on device (os error 28)")  # as Rust's tokenizers do
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    assert load_gguf(file, cache=str(tmp_path / "kept")).tokenizer.eos_token is not None
+    assert "warning: the unpacked model is not kept: " in capsys.readouterr().err
+    assert not [*(tmp_path / "kept").glob("small-*")]
+
+
+def test_the_kept_folder_is_the_model_of_the_file(file: Path, tmp_path: Path) -> None:
+    """Not that of the first command, which may have extended the context."""
+    scaled = ModelConfig(
+        name="small", path=str(file), cache=str(tmp_path / "kept"), rope_scaling={"rope_type": "yarn", "factor": 4.0}
+    )
+    assert load(scaled, device="cpu", dtype="float32").model.config.max_position_embeddings > 256
+    (folder,) = (tmp_path / "kept").glob("small-*")
+    assert load(ModelConfig(name="small", path=str(folder)), device="cpu").model.config.max_position_embeddings == 256
 
 
 def same_weights(folder: Path, loaded: Any) -> bool:

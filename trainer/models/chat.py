@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.models.limited import limited
 
 if TYPE_CHECKING:
@@ -61,13 +61,17 @@ def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
 
     def after_answer() -> list[int]:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # a template that takes no answers; for other messages it is refused where they are
+            return []
         tokens = tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids if MARK in text else []
         return [token for token in tokens[:1] if token in tokenizer.added_tokens_decoder]
 
     try:
-        return limited(after_answer, "chat template")
-    except UserError:  # of a template that takes no answers; for other messages it is refused where they are
+        return limited(after_answer, "the chat template")
+    except UserError as error:
+        print_once(f"warning: it is not known what ends an answer: {error}")
         return []
 
 

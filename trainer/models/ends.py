@@ -18,13 +18,15 @@ def end_tokens(model: "PreTrainedModel") -> list[int]:
     return sorted(_listed(getattr(model.generation_config, "eos_token_id", None)))
 
 
-def unite_end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", of_template: Iterable[int]) -> None:
-    """Lets a model stop at the end tokens of its configurations, its tokenizer and its chat template (``of_template``).
+def unite_end_tokens(
+    config: "PreTrainedConfig", generation: Any, tokenizer: "PreTrainedTokenizerBase", of_template: Iterable[int]
+) -> None:
+    """Lets generation stop at the end tokens of a model's configurations, its tokenizer and its chat template.
 
-    A tokenizer without one gets the first of these.
+    Those of the template are ``of_template``. A tokenizer without one gets the first of all. ``generation`` is the model's
+    generation configuration, or None.
     """
-    config: PreTrainedConfig = text_config(model.config)
-    generation: Any = model.generation_config
+    config = text_config(config)
     # Models with code of their own may lack it.
     of_configs = (getattr(each, "eos_token_id", None) for each in (generation, config))
     named = (*of_configs, tokenizer.eos_token_id, *of_template)

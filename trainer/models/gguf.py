@@ -104,8 +104,9 @@ def gguf_config(path: Path, where: str) -> dict[str, Any]:
             if name not in document:
                 raise ValueError(f"it does not state {architecture}.{key}")
         document["model_type"] = ARCHITECTURES[architecture]
-        document["eos_token_id"] = [metadata[key] for key in ENDS if key in metadata] or None
         document["vocab_size"] = own.get("vocab_size", metadata["tokenizer.ggml.tokens"])
+        ends = [metadata[key] for key in ENDS if key in metadata]
+        document["eos_token_id"] = [token for token in ends if 0 <= token < document["vocab_size"]] or None  # others: none
         document["tie_word_embeddings"] = "output.weight" not in places
         if architecture == "llama" and "rope.dimension_count" in own:
             document.setdefault("head_dim", own["rope.dimension_count"])

@@ -21,7 +21,7 @@ from msattn.trainer.models.families import FAMILIES, check_supported, family_of,
 from msattn.trainer.models.identity import config_fingerprint, fingerprint
 from msattn.trainer.models.rope import scale_rope
 from msattn.trainer.models.tokenizer import PROBE, VOCABULARY, load_tokenizer
-from msattn.trainer.models.unpacked import in_turn, keep, no_progress_bar, unpacked_folder
+from msattn.trainer.models.unpacked import in_turn, is_complete, keep, no_progress_bar, unpacked_folder
 from msattn.trainer.progress import activity
 from msattn.trainer.storage.model_files import ModelFiles, local_model
 
@@ -80,6 +80,10 @@ def describe(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", see
             unpacked = unpacked_folder(files.gguf, cfg.cache, torch_dtype)
         config, tokenizer = config_and_tokenizer(cfg, files, unpacked, dense=dense)
         of_template = answer_end(tokenizer)
+        if cfg.init == "random" or cfg.trust_remote_code:  # the generation configuration comes with the model
+            unite_end_tokens(config, None, tokenizer, of_template)
+        else:
+            unite_end_tokens(config, generation_config(files, config), tokenizer, of_template)
     identity = {"id": _public_id(cfg, files, seed), "revision": None if cfg.init == "random" else cfg.revision}
 
     def load() -> Loaded:
@@ -95,7 +99,7 @@ def describe(cfg: ModelConfig, *, device: str = "auto", dtype: str = "auto", see
                 raise UserError(f"model={cfg.name}: the weights in {torch_dtype} do not fit into the GPU's memory") from error
             model.config.name_or_path = config.name_or_path
             model.eval().requires_grad_(False)
-            unite_end_tokens(model, tokenizer, of_template)
+            unite_end_tokens(model.config, model.generation_config, tokenizer, of_template)
             return Loaded(model, tokenizer, fingerprint(model, tokenizer, **identity))
 
     return Described(config, tokenizer, config_fingerprint(config, **identity), load)
@@ -240,14 +244,14 @@ def _unpacked(
     dtype: torch.dtype,
 ) -> "PreTrainedModel":
     """Loads the model of a GGUF file from the ``folder`` in which it is kept, or from the file, and keeps it there."""
-    with nullcontext(True) if folder.is_dir() else in_turn(folder) as kept:
-        if folder.is_dir():
+    with nullcontext(True) if is_complete(folder) else in_turn(folder) as kept:
+        if is_complete(folder):
             model = _pretrained(ModelFiles(f"{files.name}: unpacked in {folder}", folder), config, device, dtype, False)
             model.generation_config = generation_config(files, config)
             return model
         model = _pretrained(files, config, device, dtype, False)
         if kept:
-            keep(model, tokenizer, folder)
+            keep(model, _config(files, False), tokenizer, folder)
     return model
 
 
@@ -263,6 +267,6 @@ def _tokenizer(
     absent = cfg.init == "random" and files.gguf is None and (files.folder is None or files.locate(VOCABULARY) is None)
     if absent or cfg.path == "embedded":
         return PreTrainedTokenizerFast.from_pretrained(EMBEDDED)
-    if unpacked is not None and unpacked.is_dir():
+    if unpacked is not None and is_complete(unpacked):
         return PreTrainedTokenizerFast.from_pretrained(unpacked)
     return load_tokenizer(files, None if cfg.init == "random" else config, cfg.trust_remote_code)

@@ -6,6 +6,7 @@ transformers converts vocabulary and weights in Python, for a minute or more.
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -14,22 +15,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from msattn.trainer.errors import UserError, print_once
+from msattn.trainer.errors import UserError, first_line, print_once
 from msattn.trainer.storage.hashes import file_hash
 from msattn.trainer.storage.lock import locked_in_turn
 from msattn.trainer.storage.replace import replace_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FORMAT = 1  # to be raised when a file would be unpacked differently
 
 
 def unpacked_folder(gguf: Path, cache: str, dtype: torch.dtype) -> Path:
-    """Returns the folder in ``cache`` for a file that is unpacked to ``dtype``; if it exists, it is complete."""
+    """Returns the folder in ``cache`` for a file that is unpacked to ``dtype``."""
     depends_on = [FORMAT, file_hash(gguf), str(dtype), *map(version, ("gguf", "tokenizers", "transformers"))]
     key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]
     return Path(os.path.expanduser(cache)) / f"{gguf.stem}-{key}"
+
+
+def is_complete(folder: Path) -> bool:
+    """Returns False if there is no such folder, or only what a user's interrupted deletion has left of it."""
+    return all((folder / name).is_file() for name in ("config.json", "tokenizer.json")) and any(folder.glob("*.safetensors"))
 
 
 @contextmanager
@@ -45,23 +51,28 @@ def in_turn(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def keep(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes an unpacked model; prints where, or a warning if that fails, as on a full disk."""
+def keep(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Writes an unpacked model with the ``config`` of its file; prints where, or a warning if that fails, as on a full disk."""
     try:
-        save(model, tokenizer, folder)
+        save(model, config, tokenizer, folder)
     except UserError as error:
         print_once(f"warning: the unpacked model is not kept: {error}")
         return
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e9
-    freed = f"rm -r {folder.parent} frees the space, model.cache=null keeps none"
+    freed = f"rm -r {shlex.quote(str(folder))} frees the space, model.cache=null keeps none"
     print_once(f"the unpacked model is kept in {folder} ({size:.2f} GB), so that later starts take seconds; {freed}")
 
 
-def save(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+def save(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Writes a model and its tokenizer as a folder of transformers, completely or not at all. The caller holds its lock."""
     with replace_folder(folder, resumes=False) as new, no_progress_bar():
         model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
+        config.architectures, config.dtype = model.config.architectures, model.dtype
+        config.save_pretrained(new)
+        try:
+            tokenizer.save_pretrained(new)
+        except Exception as error:  # Rust's errors have no class of their own
+            raise OSError(first_line(error)) from error
 
 
 @contextmanager

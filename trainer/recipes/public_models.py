@@ -80,7 +80,7 @@ def bring(name: str, folder: Path) -> None:
                 _download(public, file)
         with activity(f"converting {name}"):
             loaded = load(ModelConfig(name=name, path=str(file)), device="cpu", dtype="float32")
-            save(loaded.model, loaded.tokenizer, converted)
+            save(loaded.model, loaded.model.config, loaded.tokenizer, converted)
     print(f"{name}: {converted}, unpacked from {file}")
 
 
