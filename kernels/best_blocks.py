@@ -227,7 +227,8 @@ def _best_blocks_kernel(
     edge = tl.where(v > above, 1 - above / v, 1.0)
     limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
     reaches = visible & (score >= tl.where(v > above, limit, float("inf")))
-    if tl.sum((always | reaches).to(tl.int32), 0) >= wanted:  # the best blocks are among them
+    nans = tl.sum((visible & (score != score)).to(tl.int32), 0)  # they rank first, but reach no limit
+    if (nans == 0) & (tl.sum((always | reaches).to(tl.int32), 0) >= wanted):  # the best blocks are among them
         wanted = forced
 
     # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are `high` or larger.

@@ -344,7 +344,10 @@ def _map_kernel(
                     q_ptr, k_ptr, mean_q_ptr, mean_k_ptr, r_single, start, end_single, q_rows, cols,
                     HIDDEN, HEAD, K_STRIDE, DEPTH, COLS, UNROLL,
                 )  # fmt: skip
-                largest = tl.max(tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None], 0)
+                p_single = tl.exp2(s_single - base_single[:, None]) * inverse_single[:, None]
+                p_single = tl.where(c < end_single[:, None], p_single, 0.0)
+                total_single = tl.sum(p_single, 0)  # NaN where one is, which a maximum would ignore
+                largest = tl.where(total_single == total_single, tl.max(p_single, 0), total_single)
                 p = tl.where((r == last_row)[:, None], tl.maximum(p, largest[None, :], tl.PropagateNan.ALL), p)
         p = tl.where(c < end[:, None], p, 0.0)  # also in rows that are NaN
         tl.store(scores_ptr + c, p, mask=(r < rows)[:, None] & (c < cols))

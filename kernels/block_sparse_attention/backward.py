@@ -73,7 +73,7 @@ def launch(
     constants = {**sizes, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
 
     lists, lengths = compact_rows(*selection)
-    shared = kv_heads, num_queries, num_keys, row_blocks, col_blocks
+    shared = kv_heads, num_queries, num_keys
     tile = tuned_tile("block_sparse_attention_dq", q)
     rows, keys = min(block_size, tile.rows), min(key_block_size, tile.keys)
     dq = torch.empty_like(q)
@@ -81,7 +81,7 @@ def launch(
     _dq_kernel[(batch * q_heads * row_blocks * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows), tile_view(dout, rows),
         lse, dlse, dq, row_stats, lists, lengths, kv_start, *dq.stride()[:3], row_stats.stride(2),
-        group, *shared, *lists.shape[:2], lists.shape[3], offset, scale * LOG2_E, limit,
+        group, *shared, row_blocks, *lists.shape[:2], lists.shape[3], offset, scale * LOG2_E, limit,
         BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -94,20 +94,17 @@ def launch(
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(dout, rows),
         row_stats_view(row_stats, num_queries, rows),
         dk, dv, lists, lengths, kv_start, *dk.stride()[:3], *dv.stride()[:3],
-        *shared, lists.shape[0], lists.shape[3], offset, scale * LOG2_E, limit,
+        *shared, col_blocks, lists.shape[0], lists.shape[3], offset, scale * LOG2_E, limit,
         GROUP=group, BM=rows, BN=keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dq, dk, dv
 
 
-UNSPECIALIZED = ["kv_heads", "row_blocks", "col_blocks", "list_batch"]
-
-
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "group", "list_heads", "stride_stats"])
+@triton.jit(do_not_specialize=["kv_heads", "row_blocks", "list_batch", "group", "list_heads", "stride_stats"])
 def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, entries, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, row_blocks, list_batch, list_heads, entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +156,11 @@ def _dq_step(
     return dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit(do_not_specialize=["kv_heads", "col_blocks", "list_batch"])
 def _dkv_kernel(
     q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, entries, offset, scale2, limit,
+    kv_heads, num_queries, num_keys, col_blocks, list_batch, entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

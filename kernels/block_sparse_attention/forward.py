@@ -131,7 +131,9 @@ def launch(
         tile = tuned_tile("block_sparse_attention_gathered", q)
     rows, keys = block_size, tile.keys
     offset = query_offset(num_queries, num_keys, causal)
-    views = [x if key_block_size < keys else tile_view(x, keys) for x in (k, v)]
+    views, strides, steps = (k, v), (*k.stride()[:2], *v.stride()[:2]), (k.stride(2), v.stride(2))
+    if key_block_size >= keys:  # descriptors, which have the strides
+        views, strides, steps = (tile_view(k, keys), tile_view(v, keys)), (0, 0, 0, 0), (0, 0)
     out = torch.empty_like(q)
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     sizes = num_queries, num_keys, offset, block_size, key_block_size, causal
@@ -139,11 +141,11 @@ def launch(
         list_batch, list_heads, row_blocks, entries = lists.shape
         _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
             tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
-            *k.stride()[:2], *v.stride()[:2], *out.stride()[:3],
+            *strides, *out.stride()[:3],
             q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads, entries,
             offset, scale * LOG2_E, unscaled_limit(softcap, scale),
-            HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size, STRIDE_K=k.stride(2), STRIDE_V=v.stride(2),
-            CAUSAL=causal, PRECISION=precision(q.dtype),
+            HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size,
+            STRIDE_K=steps[0], STRIDE_V=steps[1], CAUSAL=causal, PRECISION=precision(q.dtype),
             num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
         )  # fmt: skip
         del lists, lengths  # frees their memory before the next ones are allocated

@@ -174,8 +174,7 @@ def launch(
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=keys, KEYS=key_block_size, PAGE=page_size,
         STRIDES_K=k.stride()[:2], STRIDES_V=v.stride()[:2],
-        RUN=gcd(page_size, key_block_size, keys),
-PRECISION=precision(q.dtype), STAGES=tile.stages,
+        RUN=gcd(page_size, key_block_size, keys), PRECISION=precision(q.dtype), STAGES=tile.stages,
         num_warps=tile.warps * max(1, block_size // 64), num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

@@ -52,9 +52,9 @@ def gate_scores(
     visible = (cols[:, None] < end[..., None]) & exists[..., None]
     scores = probabilities(pooled_q, rows, visible)
     if columns is not None:
-        hidden = ~visible[:, None]
-        scores = scores.maximum(columns[:, :, None]).masked_fill(hidden, 0)
-        scores = (scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)).masked_fill(hidden, 0)
+        unseen = ~visible[:, None]
+        scores = scores.maximum(columns[:, :, None]).masked_fill(unseen, 0)
+        scores = (scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)).masked_fill(unseen, 0)
     if not last_queries:
         return scores
     # Every pooling of one query is the query.

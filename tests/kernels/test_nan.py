@@ -200,14 +200,23 @@ def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> None:
-    given = arguments.best_blocks(steady_device) | {"threshold": torch.inf, "backend": backend}
+    given = arguments.best_blocks(steady_device) | {"backend": backend}
     given["scores"][:, :, :, 2] = torch.nan
     given["scores"][:, :, 1, 1] = -torch.nan
-    mask = msattn.best_blocks(**given)
+    assert torch.equal(msattn.best_blocks(**given), msattn.best_blocks(**given | {"backend": "torch"}))
+    mask = msattn.best_blocks(**given | {"threshold": torch.inf})
     wanted = torch.maximum(given["counts"][..., 0], given["always"].sum(-1)).minimum(given["visible"].sum(-1))
     assert torch.equal(mask.sum(-1), wanted.expand(mask.shape[:3]).long())
     enough = given["counts"][..., 0] > given["always"].sum(-1) + 1
     assert (mask[..., 2] | ~enough).all()
+
+
+def test_a_nan_query_among_the_last_is_seen_in_the_last_row(device: str) -> None:
+    given = arguments.gate_scores(device) | {"last_queries": True, "kv_start": None}
+    given["q"][:, :, 57] = torch.nan  # of the last 16, in the row block before the last
+    found, wanted = (msattn.gate_scores(**given, backend=backend) for backend in ("triton", "torch"))
+    assert wanted[:, :, -1].isnan().any()
+    assert torch.equal(found.isnan(), wanted.isnan())
 
 
 @pytest.mark.gpu

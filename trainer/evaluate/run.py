@@ -17,7 +17,7 @@ from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.evaluate.report import compare, tables, verdict
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import lengths_of, record, task_module
+from msattn.trainer.evaluate.task import lengths_of, prepare, record, task_module
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
 
@@ -55,8 +55,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     check_texts(cfg)
     found = compared.find_compared(cfg, described)
     _check_sizes(cfg, described, found)
-    modules = {task: task_module(task) for task in cfg.eval.tasks}
-    prepared = {task: module.prepare(cfg, described) for task, module in modules.items() if hasattr(module, "prepare")}
+    prepared = prepare(cfg, described)
     if calibration.is_needed(found, cfg):
         calibration.calibration_chunks(cfg, described, 1)
     loaded = described.load()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
+from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.evaluate.intervals import Interval
 from msattn.trainer.evaluate.row import EvalRow
 
@@ -71,6 +72,12 @@ def task_module(name: str) -> Any:
 
 def record(name: str) -> Task:
     return task_module(name).TASK
+
+
+def prepare(cfg: EvalRunConfig, model: Any) -> dict[str, Any]:
+    """Returns what the tasks of ``cfg`` read before the weights of ``model``, described or loaded, by task."""
+    modules = {task: task_module(task) for task in cfg.eval.tasks}
+    return {task: module.prepare(cfg, model) for task, module in modules.items() if hasattr(module, "prepare")}
 
 
 def lengths_of(section: Any) -> list[int]:

@@ -42,7 +42,7 @@ from msattn.trainer.evaluate.calibration import calibrate_selections
 from msattn.trainer.evaluate.compared import Compared, ComparedSelection
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
-from msattn.trainer.evaluate.task import record, task_module
+from msattn.trainer.evaluate.task import prepare, record, task_module
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -138,7 +138,8 @@ def measure(part: Part) -> list[EvalRow]:
             if kept.get(*key) is None:
                 kept.add([row], *key)
         for length in part.lengths:
-            job = Job(loaded, _configured(part, length), methods, Progress(), kept)
+            configured = _configured(part, length)
+            job = Job(loaded, configured, methods, Progress(), kept, prepare(configured, loaded))
             if part.shares and part.scores:
                 _match(part, job, length)
                 job = replace(job, cfg=_configured(part, length, [*read_asked(part, length).values()]))

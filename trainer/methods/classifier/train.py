@@ -163,7 +163,7 @@ class _Job:
             estimate("train-qmodel", dict(zip(named, (passes * seconds, training), strict=True)))
 
     def seconds_per_batch(self) -> float:
-        """Returns how long a batch of the classifiers of a layer takes, from one with random queries."""
+        """Returns how long a batch of the classifiers of a layer takes, from one."""
         whole, cfg = self.partition, self.cfg.qmodel
         partition = KMeans(whole.centroids[:1], whole.layers[:1], whole.rope)
         qmodel = QModel(partition, self.heads, cfg.hidden, residual=cfg.residual)
