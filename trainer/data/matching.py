@@ -3,8 +3,8 @@
 import re
 import unicodedata
 
-# Numbers with their sign and decimals: a match must not begin or end inside one. A sign after a word is a hyphen, several points
-# (12.05.2024) separate numbers, and so do commas, apart from THOUSANDS, which have none once a text is normalized.
+# Numbers with their sign and decimals: a match must not begin or end inside one. A sign after a word is a hyphen. Several
+# points (12.05.2024) separate numbers, and so do commas, of which a normalized text has none between thousands.
 NUMBER = re.compile(r"(?:(?<![\w.])-?\.?)?(?:(?<!\d\.)\d+\.\d+(?!\.?\d)|\d+)")
 THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 NO_BLANKS = (  # how the names of characters begin whose scripts have no blanks between words, or join words and particles
