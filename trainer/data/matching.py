@@ -3,8 +3,9 @@
 import re
 import unicodedata
 
-# Numbers with their sign and all their digits: a match must not begin or end inside one. A sign after a word is a hyphen.
-NUMBER = re.compile(r"(?:(?<![\w.])-?\.?)?\d+(?:[.,]\d+)*")
+# Numbers with their sign and decimals: a match must not begin or end inside one. A sign after a word is a hyphen. Several
+# points (12.05.2024) separate numbers, and so do commas, of which a normalized text has none between thousands.
+NUMBER = re.compile(r"(?:(?<![\w.])-?\.?)?(?:(?<!\d\.)\d+\.\d+(?!\.?\d)|\d+)")
 THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 NO_BLANKS = (  # how the names of characters begin whose scripts have no blanks between words, or join words and particles
     *("BOPOMOFO", "CJK", "HANGUL", "HIRAGANA", "IDEOGRAPHIC", "KATAKANA"),

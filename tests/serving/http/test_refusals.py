@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from msattn.trainer.models import Loaded
+from msattn.trainer.serving.engines.http.bodies import CompletionBody, read_body
 from msattn.trainer.serving.engines.http.text import TokenText
 from tests.serving.http.running import KEY, SECONDS, Running, eventually
 
@@ -79,6 +80,21 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
 )
 def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict, param: str | None, says: str) -> None:
     check(served.post(content=json.dumps(GOOD | change)), param, says)
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"stop": ""},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": False}},
+        {"response_format": {}},
+        {"response_format": {"type": "text", "json_schema": {}}},
+    ],
+)
+def test_empty_parameters_count_as_left_out(empty: dict) -> None:
+    body = read_body(json.dumps(GOOD | empty).encode(), CompletionBody, "tiny", 4096)
+    assert (body.stop, body.include_usage, body.schema_of_answer) == ([], False, None)
 
 
 @pytest.mark.parametrize(

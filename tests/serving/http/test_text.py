@@ -127,6 +127,15 @@ def test_offsets_count_characters_of_several_tokens_once(tokenizer: Any) -> None
     assert text[found["text_offset"][-1] :] == " y"
 
 
+def test_offsets_leave_out_special_tokens(tokenizer: Any) -> None:
+    """The answer has no text of them; one may stand inside a character."""
+    start, space, first, *rest = tokenizer("x \U0001f980 y").input_ids
+    tokens = [start, tokenizer.eos_token_id, space, first, tokenizer.eos_token_id, *rest]
+    form = AnswerForm("tiny", partial(token_text, tokenizer), chat=False)
+    found = form.piece(0, "", [Logprobs(token, -1.0, []) for token in tokens])["choices"][0]["logprobs"]
+    assert found["text_offset"] == [0, 1, 1, *[2] * 5, 3]
+
+
 def encoded(tokenizer: Any, prompt: str, longest: int = 100) -> list[int]:
     encoder = PromptEncoder(tokenizer, longest=longest, vocabulary=4096, new_tokens=1)
     return encoder.encode(CompletionBody(model="tiny", prompt=prompt))[0]

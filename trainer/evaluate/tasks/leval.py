@@ -32,7 +32,7 @@ from transformers import DynamicCache
 from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.benchmarks import LevalQuestion, read_leval
 from msattn.trainer.data.chunking import encode_texts
-from msattn.trainer.data.matching import contains_answer
+from msattn.trainer.data.matching import contains_answer, normalized
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, MethodSetting
 from msattn.trainer.evaluate.intervals import paired_means, stratified_interval, wilson
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from msattn.trainer.models.loading import Described, Loaded
 
 BEGUN, LETTER = " Answer:", " Answer with the letter of the right option, or the letters of all."
+MARK = f"[{re.escape(string.punctuation)}]"
+# Punctuation. The group is what numbers keep of it: marks between a digit and a letter or digit, signs, and leading points.
+PUNCTUATION = re.compile(rf"((?<=\d){MARK}(?=\w)|(?<=\w){MARK}(?=\d)|(?<!\w)-(?=[$.]*\d)|(?<![\w.])\.(?=\d))|{MARK}")
 LEAST_DOCUMENT = 16  # tokens of a document that a prompt keeps
 
 
@@ -244,7 +247,7 @@ def score(question: LevalQuestion, text: str) -> float:
         given = re.match(r"\W*([A-Z]+)\b", text)
         return float(given is not None and {*given[1]} == {*question.gold})
     if question.metric == "exam":
-        return float(contains_answer(text, question.gold))
+        return float(contains_answer(plain_words(text), plain_words(question.gold)))
     given, gold = words(text), words(question.gold)
     common = longest_common(given, gold) if question.metric == "rouge" else sum((Counter(given) & Counter(gold)).values())
     return 2 * common / (len(given) + len(gold)) if common else 0.0
@@ -252,8 +255,16 @@ def score(question: LevalQuestion, text: str) -> float:
 
 def words(text: str) -> list[str]:
     """Returns the words of a text without case, punctuation and articles, as SQuAD's F1 compares them."""
-    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return [word for word in plain.split() if word not in ("a", "an", "the")]
+    return _without_articles(text.lower().translate(str.maketrans("", "", string.punctuation)))
+
+
+def plain_words(text: str) -> str:
+    """Returns a text like :func:`words`, but with the signs and points of numbers: -5 and 3.5 do not become 5 and 35."""
+    return " ".join(_without_articles(PUNCTUATION.sub(r"\1", normalized(text))))
+
+
+def _without_articles(text: str) -> list[str]:
+    return [word for word in text.split() if word not in ("a", "an", "the")]
 
 
 def longest_common(one: Sequence[str], other: Sequence[str]) -> int:

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 
 class TokenString(NamedTuple):
-    """A token as text and as bytes in UTF-8, which may be a part of a character; None if they are not known."""
+    """A token as text and as bytes in UTF-8, which may be a part of a character; None if they are not known.
+
+    A special token has a name as its text, but no text in answers.
+    """
 
     text: str
     data: bytes | None
+    special: bool
 
     @property
     def name(self) -> str:
@@ -99,7 +103,7 @@ class AnswerForm:
 
     def _of_chat(self, logprobs: list[Logprobs]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text, data = self._decode(token)
+            text, data, _ = self._decode(token)
             return {"token": text, "logprob": value, "bytes": None if data is None else [*data]}
 
         tokens = [entry(each.token, each.value) | {"top_logprobs": [entry(*best) for best in each.best]} for each in logprobs]
@@ -110,8 +114,9 @@ class AnswerForm:
             return self._decode(token).name
 
         tokens = [self._decode(each.token) for each in logprobs]
-        texts = (self._characters[number].decode(each.data or each.text.encode()) for each in tokens)
-        *offsets, self._offsets[number] = accumulate(map(len, texts), initial=self._offsets[number])
+        shown = (b"" if each.special else each.data or each.text.encode() for each in tokens)
+        lengths = (len(self._characters[number].decode(data)) for data in shown)
+        *offsets, self._offsets[number] = accumulate(lengths, initial=self._offsets[number])
         best = [{name(token): value for token, value in (*each.best, (each.token, each.value))} for each in logprobs]
         names, values = [each.name for each in tokens], [each.value for each in logprobs]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}

@@ -24,6 +24,7 @@ from msattn.trainer.serving.engines.http.sampling import MAX_LOGPROBS
 MAX_CHOICES = 16  # answers to one request
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
+EMPTY = (None, "", [], {})  # values of parameters that count as left out
 OTHER_VALUES = 1000  # values allowed in a body besides a value per prompt token; each takes up to hundreds of bytes of memory
 STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
 
@@ -48,12 +49,12 @@ def _one_prompt(given: Any) -> str | list[int]:
     raise ValueError("expected one text, or one list of tokens")
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _as_list(stop: Any) -> Any:
-    return [] if stop is None else [stop] if isinstance(stop, str) else stop
+    return [] if stop in EMPTY else [stop] if isinstance(stop, str) else stop
+
+
+def _none_if_empty(given: Any) -> Any:
+    return None if given in EMPTY else given
 
 
 class NotAccepted(ValueError):
@@ -65,7 +66,7 @@ class NotAccepted(ValueError):
 
 
 def _no_value(given: Any) -> Any:
-    if given not in (None, "", [], {}):
+    if given not in EMPTY:
         raise NotAccepted("this parameter is not supported; leave it out", "unsupported_parameter")
     return given
 
@@ -94,18 +95,18 @@ class Message(Strict):
     """A message of a conversation. ``developer`` is OpenAI's later name of ``system``."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart] | None, Field(fail_fast=True, validate_default=True), BeforeValidator(_as_parts)] = None
+    content: Annotated[list[TextPart], Field(default=None, fail_fast=True, validate_default=True)]
 
-    @field_validator("content")
+    @field_validator("content", mode="before")
     @classmethod
-    def _only_assistants_may_be_silent(cls, content: list[TextPart] | None, info: ValidationInfo) -> list[TextPart]:
+    def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
         if content is None and info.data.get("role") != "assistant":
             raise NotAccepted("this parameter is missing", "missing_parameter")
-        return content or []
+        return [] if content is None else [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     def plain(self) -> dict[str, str]:
         """Returns the message as chat templates take it."""
-        content = "\n".join(part.text for part in self.content or ())
+        content = "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
@@ -122,7 +123,7 @@ class ResponseFormat(Strict):
     """The form of answers: any text, a JSON object, or what a JSON schema describes."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: Annotated[JsonSchema | None, BeforeValidator(_none_if_empty)] = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
@@ -150,7 +151,7 @@ class Body(Strict):
     presence_penalty: Penalty | None = 0
     frequency_penalty: Penalty | None = 0
     logit_bias: dict[Token, Bias] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(_none_if_empty)] = None
     ignore_eos: bool | None = False
     store: Literal[False] | None = False
 
@@ -165,7 +166,7 @@ class Body(Strict):
     @field_validator("stream_options")
     @classmethod
     def _only_in_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if options is not None and not info.data.get("stream"):
+        if options is not None and options.include_usage and not info.data.get("stream"):
             raise ValueError("accepted only with stream=true")
         return options
 

@@ -68,23 +68,27 @@ class Server(uvicorn.Server):
 
     Without descriptors, asyncio neither accepts nor closes connections, and a model could not open files. So a connection that
     is too many replaces the oldest that waits for its client. If there is none, further clients wait in the system's queue.
+    Another exception than OSError while it accepts one ends the server, and ``run`` raises it.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         (bound,) = sockets or []
         bound.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(bound))
+        self._accepting = asyncio.create_task(self._accept(bound, _most_connections()))
+        self._accepting.add_done_callback(lambda _: setattr(self, "should_exit", True))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
         await asyncio.wait([self._accepting])
         await super().shutdown(sockets)
+        if not self._accepting.cancelled():
+            self._accepting.result()
 
-    async def _accept(self, bound: socket.socket) -> None:
+    async def _accept(self, bound: socket.socket, most: int) -> None:
         loop, connections = asyncio.get_running_loop(), cast("set[Connection]", self.server_state.connections)
         protocol = partial(Connection, self.config, self.server_state, self.lifespan.state)
-        most, may_warn = _most_connections(), Few(1)
+        may_warn = Few(1)
         while True:
             try:
                 client, _ = await loop.sock_accept(bound)

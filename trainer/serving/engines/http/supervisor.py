@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -55,6 +54,7 @@ class Supervisor:
         )  # fmt: skip
         self._server, self._engine, self._drain_s = Server(config), engine, drain_s
         self._stopped = False
+        self._error: BaseException | None = None  # has ended the HTTP server
 
     def run(self, bound: socket.socket) -> None:
         """Serves at ``bound`` and returns after a signal; Fault if the engine or the HTTP server ends by itself."""
@@ -75,8 +75,10 @@ class Supervisor:
             raise fault
 
     def _serve(self, bound: socket.socket) -> None:
-        with suppress(SystemExit):  # uvicorn's, if it cannot start
+        try:
             self._server.run(sockets=[bound])
+        except BaseException as error:
+            self._error = error
 
     def stop(self) -> None:
         """Begins to stop, as a first signal does."""
@@ -87,7 +89,10 @@ class Supervisor:
         self.stop()
 
     def _fault(self, thread: threading.Thread) -> Fault | None:
-        return self._engine.fault or (None if thread.is_alive() else Fault("the HTTP server has ended"))
+        if self._engine.fault is not None or thread.is_alive():
+            return self._engine.fault
+        reason = "" if self._error is None else f" ({type(self._error).__name__}: {first_line(self._error)})"
+        return Fault(f"the HTTP server has ended{reason}")
 
     def _drain(self) -> None:
         """Waits until the requests that run have finished, at most ``drain_s`` seconds."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,9 +120,10 @@ class TokenText:
 def token_text(tokenizer: "PreTrainedTokenizerBase", token: int) -> TokenString:
     """Returns the text of a token inside a text, where it keeps its leading space; of a special token, its name."""
     before = tokenizer("a", add_special_tokens=False).input_ids[-1:]
-    start, both = (cast("Any", tokenizer).decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token]))
-    text = both[len(start) :]
-    return TokenString(text, _part_of_character(tokenizer, token) if INCOMPLETE in text else text.encode())
+    decode = partial(cast("Any", tokenizer).decode, clean_up_tokenization_spaces=False)
+    text = decode([*before, token])[len(decode(before)) :]
+    special = decode([token]) != decode([token], skip_special_tokens=True)
+    return TokenString(text, _part_of_character(tokenizer, token) if INCOMPLETE in text else text.encode(), special)
 
 
 def _part_of_character(tokenizer: "PreTrainedTokenizerBase", token: int) -> bytes | None:
