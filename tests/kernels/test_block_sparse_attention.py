@@ -12,7 +12,8 @@ from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common import block_lists
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
-from msattn.kernels.testing import random_block_mask, random_qkv, visible
+from msattn.kernels.common.checks import query_offset
+from msattn.kernels.testing import random_block_mask, random_qkv, starts, visible
 from msattn.kernels.types import Backend
 from tests.kernels import shared
 from tests.kernels.block_maps import BLOCK_SPARSE, check, random_mask
@@ -86,6 +87,8 @@ def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     inputs = case.qkv(device)
     want = block_sparse_attention(*inputs, mask, **case.options(device), backend="triton")
     monkeypatch.setattr(block_lists, "PART_BYTES", 2 * 2 * 4 * 2 * case.blocks[1])  # two row blocks
+    sizes = case.num_queries, case.num_keys, query_offset(150, 170, True), 32, 16, True
+    assert [first for first, *_ in block_lists.compact_parts(mask, starts((0, 40), device), *sizes)] == [4, 2, 0]
     got = block_sparse_attention(*inputs, mask, **case.options(device), backend="triton")
     shared.assert_same(got, want)
 

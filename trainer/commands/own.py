@@ -88,18 +88,15 @@ def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> 
     have sizes of their own.
     """
     given = dict(each.split("=", 1) for each in [*of_model, *overrides] if "=" in each)
-    model, presets = (
-        given.get("model", "tiny"),
-        {
-            name: value
-            for name, (key, value) in CPU_PRESETS.get(command, {}).items()
-            if key not in given and f"model.presets.{name}" not in given
-        },
-    )
-    if not presets or model == "tiny" or "," in model or "experiment" in given or not _is_cpu(given.get("device", "auto")):
+    model, known = given.get("model", "tiny"), CPU_PRESETS.get(command, {})
+    if not known or model == "tiny" or "," in model or "experiment" in given or not _is_cpu(given.get("device", "auto")):
         return []
     usual = compose(command, of_model or [f"model={model}"]).model.presets
-    presets = {name: value for name, value in presets.items() if _lighter(name, value, getattr(usual, name))}
+    presets = {
+        name: value
+        for name, (key, value) in known.items()
+        if not {key, f"model.presets.{name}"} & given.keys() and _lighter(name, value, getattr(usual, name))
+    }
     if not presets:
         return []
     values = ", ".join(

@@ -69,8 +69,7 @@ class SelectConfig:
         default="gate_question",
     )
     sink_blocks: TokensOrZero | None = key(
-        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1",
-        default=None,
+        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1", default=None
     )
     local_blocks: TokensOrZero | None = key(
         "number of blocks before its own that every row reads; null: as recorded in the gate's artifact, else 1", default=None

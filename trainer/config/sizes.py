@@ -13,9 +13,10 @@ class BlockSizes(NamedTuple):
 
     @classmethod
     def configured(cls, section: str, block_size: int, key_block_size: int | None) -> "BlockSizes":
-        """Returns the sizes of a configuration, equal without a ``key_block_size``; UserError if it is the larger one."""
+        """Returns the sizes of a configuration, equal without a ``key_block_size``, which must divide the other."""
         keys = block_size if key_block_size is None else key_block_size
-        require(keys <= block_size, f"{section}.key_block_size", keys, f"expected at most {section}.block_size={block_size}")
+        divides = 0 < keys <= block_size and block_size % keys == 0
+        require(divides, f"{section}.key_block_size", keys, f"expected {section}.block_size={block_size} or a part of it")
         return cls(block_size, keys)
 
     @property
